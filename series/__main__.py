@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m series``: check, land, show and export the patch series."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from series import upstream
+from series.errors import SeriesError
+from series.export import diff, export
+from series.landing import RECEIPT, ROOT, Landing, Workspace, compute
+from series.patch import load_series
+from series.table import table
+from series.tree import State, land, survey
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; 0 is success, 1 a refusal, 130 an interrupt."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except SeriesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; no tree is left half landed", file=sys.stderr)
+        return 130
+
+
+def _check(options: argparse.Namespace) -> int:
+    if options.base is not None:
+        return _check_release(options.base)
+    for base in upstream.BASES.values():
+        landing = compute(upstream.reader(upstream.locate(base)), load_series())
+        if options.update:
+            (ROOT / RECEIPT).write_bytes(landing.added[RECEIPT])
+        _compare_receipt(base.filename, landing)
+        edited, added = len(landing.changed), len(landing.added)
+        print(f"{base.filename}: {edited} files edited, {added} added, receipt holds")
+    return 0
+
+
+def _compare_receipt(name: str, landing: Landing) -> None:
+    committed = (ROOT / RECEIPT).read_bytes() if (ROOT / RECEIPT).exists() else b""
+    if landing.added[RECEIPT] == committed:
+        return
+    now = json.loads(landing.added[RECEIPT])["files"]
+    then = json.loads(committed or b'{"files": {}}')["files"]
+    moved = sorted(p for p in {*now, *then} if now.get(p) != then.get(p))
+    raise SeriesError(
+        f"the receipt {RECEIPT} reproduced from {name}",
+        found=f"another outcome for {', '.join(moved) or 'the list of patches or files'}",
+        do="if that is meant, run `python -m series check --update` and commit it",
+    )
+
+
+def _check_release(wheel: Path) -> int:
+    """Say patch by patch whether it holds on some other release."""
+    workspace = Workspace(upstream.reader(wheel))
+    failed = 0
+    for patch in load_series():
+        errors = workspace.apply(patch)
+        failed += len(errors)
+        total = sum(len(edits) for edits in patch.edits.values())
+        verdict = "holds" if not errors else f"{len(errors)} of its edits do not"
+        print(f"{patch.name}: {total} edits, {verdict}")
+        for error in errors:
+            print(f"  {error}")
+    return 1 if failed else 0
+
+
+def _landing() -> Landing:
+    """The whole series on the base that this machine uses."""
+    base = upstream.choose()
+    return compute(upstream.reader(upstream.locate(base)), load_series())
+
+
+def _land(options: argparse.Namespace) -> int:
+    landing = _landing()
+    if land(options.tree, landing):
+        edited, added = len(landing.changed), len(landing.added)
+        print(f"landed on {options.tree}: {edited} files edited, {added} added")
+    else:
+        print(f"{options.tree} is landed already; nothing changed")
+    return 0
+
+
+def _status(options: argparse.Namespace) -> int:
+    found = survey(options.tree, _landing())
+    print(f"{options.tree}: vLLM {found.version}, {found.state.value}")
+    if found.series is not None:
+        print(f"  the series named by its receipt: {found.series}")
+    if found.state is State.OTHER:
+        for path, what in found.unlike.items():
+            print(f"  {path}: {what}")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    sys.stdout.write(diff(_landing(), options.path))
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    base = upstream.choose()
+    read = upstream.reader(upstream.locate(base))
+    for path in export(read, load_series(), options.folder):
+        print(path)
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    sys.stdout.write(table(_landing(), load_series()))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m series", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    check = commands.add_parser(
+        "check", help="every anchor of every patch on both bases, and the receipt"
+    )
+    check.set_defaults(command=_check)
+    which = check.add_mutually_exclusive_group()
+    which.add_argument("--base", type=Path, metavar="WHEEL", help="another release")
+    which.add_argument("--update", action="store_true", help="write the receipt anew")
+
+    land_ = commands.add_parser("land", help="land on a pristine tree")
+    land_.set_defaults(command=_land)
+    land_.add_argument("tree", type=Path, help="the folder that holds vllm/")
+
+    status = commands.add_parser("status", help="say what a tree is to the series")
+    status.set_defaults(command=_status)
+    status.add_argument("tree", type=Path, help="the folder that holds vllm/")
+
+    show = commands.add_parser("show", help="the diff of one file")
+    show.set_defaults(command=_show)
+    show.add_argument("path", help="such as vllm/distributed/parallel_state.py")
+
+    export_ = commands.add_parser("export", help="patches that `git am` takes")
+    export_.set_defaults(command=_export)
+    export_.add_argument("folder", type=Path, help="a new or empty folder")
+
+    table_ = commands.add_parser("table", help="the README's table of touched files")
+    table_.set_defaults(command=_table)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
