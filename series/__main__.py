@@ -4,13 +4,14 @@
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from series import upstream
 from series.errors import SeriesError
 from series.export import diff, export
-from series.landing import RECEIPT, ROOT, Landing, Workspace, compute
+from series.landing import RECEIPT, ROOT, Landing, attempt, compute
 from series.patch import load_series
 from series.table import table
 from series.tree import State, land, survey
@@ -49,27 +50,26 @@ def _compare_receipt(name: str, landing: Landing) -> None:
         return
     now = json.loads(landing.added[RECEIPT])["files"]
     then = json.loads(committed or b'{"files": {}}')["files"]
-    moved = sorted(p for p in {*now, *then} if now.get(p) != then.get(p))
+    moved = ", ".join(sorted(p for p in {*now, *then} if now.get(p) != then.get(p)))
     raise SeriesError(
         f"the receipt {RECEIPT} reproduced from {name}",
-        found=f"another outcome for {', '.join(moved) or 'the list of patches or files'}",
+        found=f"another outcome for {moved or 'the list of patches'}",
         do="if that is meant, run `python -m series check --update` and commit it",
     )
 
 
 def _check_release(wheel: Path) -> int:
     """Say patch by patch whether it holds on some other release."""
-    workspace = Workspace(upstream.reader(wheel))
-    failed = 0
-    for patch in load_series():
-        errors = workspace.apply(patch)
-        failed += len(errors)
-        total = sum(len(edits) for edits in patch.edits.values())
-        verdict = "holds" if not errors else f"{len(errors)} of its edits do not"
-        print(f"{patch.name}: {total} edits, {verdict}")
-        for error in errors:
-            print(f"  {error}")
-    return 1 if failed else 0
+    patches = load_series()
+    errors = attempt(upstream.reader(wheel), patches).errors
+    for patch in patches:
+        edits = sum(len(edits) for edits in patch.edits.values())
+        failed = len(errors[patch.name])
+        verdict = f"{failed} of its {edits} edits fail" if failed else "holds"
+        print(f"{patch.name}: {verdict}")
+        for error in errors[patch.name]:
+            print(textwrap.indent(str(error), "  "))
+    return 1 if any(errors.values()) else 0
 
 
 def _landing() -> Landing:

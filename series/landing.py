@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import libcst as cst
@@ -18,6 +18,7 @@ from series.errors import SeriesError
 from series.layout import formatted
 from series.patch import Patch
 from series.upstream import RELEASE, SERIES
+from series.verbs import Edit
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = "vllm/distributed/graph_channels/receipt.json"
@@ -55,51 +56,48 @@ class SeriesErrors(SeriesError):
         return "\n".join([*map(str, self.errors), super().__str__()])
 
 
-class Workspace:
-    """Upstream files as parsed modules, edited patch by patch."""
+@dataclass(frozen=True)
+class Attempt:
+    """Every edit of some patches tried on a release.
 
-    def __init__(self, read: Reader) -> None:
-        self._read = read
-        self._modules: dict[str, cst.Module] = {}
-        self.pristine: dict[str, bytes] = {}
+    Attributes:
+        pristine: The touched files as the release has them, by path.
+        edited: The same files after each edit that found its place.
+        errors: What the others said, by the name of their patch.
+    """
 
-    def apply(self, patch: Patch) -> list[SeriesError]:
-        """Make a patch's edits; return an error for each that has no place."""
-        errors = []
-        for path, edits in patch.edits.items():
-            for edit in edits:
-                try:
-                    self._modules[path] = edit.apply(self._module(path))
-                except SeriesError as error:
-                    errors.append(_placed(error, f"{patch.name}, {path}"))
-        return errors
+    pristine: Mapping[str, bytes]
+    edited: Mapping[str, bytes]
+    errors: Mapping[str, Sequence[SeriesError]]
 
-    def changed(self) -> dict[str, bytes]:
-        """The edited files, laid out as upstream's are.
 
-        Raises:
-            SeriesError: ruff would also lay out lines that no edit touched.
-        """
-        edited = {path: module.bytes for path, module in self._modules.items()}
-        before = formatted(self.pristine)
-        unlike = sorted(p for p in before if before[p] != self.pristine[p])
-        if unlike:
-            raise SeriesError(
-                "touched files in which ruff changes nothing but our lines",
-                found=f"others would change in {', '.join(unlike)}",
-                do="pin the ruff that this release of vLLM is formatted with",
-            )
-        return formatted(edited)
+def attempt(read: Reader, patches: Sequence[Patch]) -> Attempt:
+    """Try every edit of the patches, in order, whatever the others come to.
 
-    def _module(self, path: str) -> cst.Module:
-        if path not in self._modules:
-            self.pristine[path] = self._read(path)
-            self._modules[path] = _parse(self.pristine[path])
-        return self._modules[path]
+    Args:
+        read: Gives an upstream file's content by its path in the wheel.
+        patches: The series, or the first few of it.
+    """
+    pristine: dict[str, bytes] = {}
+    edited: dict[str, bytes] = {}
+    errors: dict[str, list[SeriesError]] = {patch.name: [] for patch in patches}
+    for path in dict.fromkeys(path for patch in patches for path in patch.edits):
+        owners = {e: patch.name for patch in patches for e in patch.edits.get(path, ())}
+        try:
+            pristine[path] = read(path)
+        except SeriesError as error:
+            for name in dict.fromkeys(owners.values()):
+                errors[name].append(_placed(error, name, path))
+            continue
+        module, failed = _edit(pristine[path], tuple(owners))
+        edited[path] = _content(module)
+        for edit, reason in failed:
+            errors[owners[edit]].append(_placed(reason, owners[edit], path))
+    return Attempt(pristine, edited, errors)
 
 
 def compute(read: Reader, patches: Sequence[Patch]) -> Landing:
-    """Apply patches in order to the files that ``read`` gives.
+    """What patches make of a release.
 
     Args:
         read: Gives an upstream file's content by its path in the wheel.
@@ -107,16 +105,18 @@ def compute(read: Reader, patches: Sequence[Patch]) -> Landing:
 
     Raises:
         SeriesErrors: Edits found no place, or more than one.
-        SeriesError: A file is missing, or cannot be laid out.
+        SeriesError: A new file is missing, or ruff would lay out lines that no
+            edit touched.
     """
-    workspace = Workspace(read)
-    errors = [error for patch in patches for error in workspace.apply(patch)]
+    tried = attempt(read, patches)
+    errors = [error for found in tried.errors.values() for error in found]
     if errors:
         raise SeriesErrors(errors)
-    changed = workspace.changed()
+    _demand_laid_out(tried.pristine)
+    changed = formatted(tried.edited)
     added = {path: _new_file(path) for patch in patches for path in patch.adds}
-    added[RECEIPT] = _receipt(patches, workspace.pristine, changed, sorted(added))
-    return Landing(workspace.pristine, changed, added)
+    added[RECEIPT] = _receipt(patches, tried.pristine, changed, sorted(added))
+    return Landing(tried.pristine, changed, added)
 
 
 def digest(content: bytes) -> str:
@@ -124,13 +124,40 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-@lru_cache(maxsize=None)
-def _parse(content: bytes) -> cst.Module:
-    return cst.parse_module(content)
+Failed = tuple[tuple[Edit, SeriesError], ...]
 
 
-def _placed(error: SeriesError, place: str) -> SeriesError:
-    return SeriesError(f"{place}: {error.asked}", found=error.found, do=error.do)
+# Remembered for each run of edits from the first on: both bases hold the same
+# files, and a series exported patch by patch has each patch's edits before it.
+@cache
+def _edit(content: bytes, edits: tuple[Edit, ...]) -> tuple[cst.Module, Failed]:
+    if not edits:
+        return cst.parse_module(content), ()
+    module, failed = _edit(content, edits[:-1])
+    try:
+        return edits[-1].apply(module), failed
+    except SeriesError as error:
+        return module, (*failed, (edits[-1], error))
+
+
+@cache
+def _content(module: cst.Module) -> bytes:
+    return module.bytes
+
+
+def _placed(error: SeriesError, patch: str, path: str) -> SeriesError:
+    asked = f"{patch}, {path}: {error.asked}"
+    return SeriesError(asked, found=error.found, do=error.do)
+
+
+def _demand_laid_out(pristine: Mapping[str, bytes]) -> None:
+    unlike = [p for p, content in formatted(pristine).items() if content != pristine[p]]
+    if unlike:
+        raise SeriesError(
+            "touched files in which ruff changes nothing but the series' lines",
+            found=f"it would change others in {', '.join(unlike)}",
+            do="pin the ruff that this release of vLLM is formatted with",
+        )
 
 
 def _new_file(path: str) -> bytes:

@@ -204,7 +204,7 @@ def _demand_writable(tree: Path, paths: Iterable[str]) -> None:
         raise SeriesError(
             f"the series landed on {tree}",
             found=f"read-only: {', '.join(locked)}",
-            do=f"make them writable (chmod u+w) and land again; nothing was written",
+            do="make them writable (chmod u+w) and land again; nothing was written",
         )
 
 

@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec
 import libcst as cst
 
 from series.anchors import (
-    Place,
     imported_from,
     one_call,
     one_class,
@@ -160,6 +159,8 @@ def enter_context(
     place, _ = one_function(module, function)
     old = one_with(place, before)
     item = cst.WithItem(item=cst.parse_expression(context), comma=_COMMA)
+    if any(item.item.deep_equals(other.item) for other in old.items):
+        raise _already(f"{context} entered in {function}", f"a context {context}")
     return replace_inside(place, old, old.with_changes(items=[item, *old.items]))
 
 
@@ -218,6 +219,8 @@ def extend_docstring(module: cst.Module, *, function: str, text: str) -> cst.Mod
     indent = " " * 4 * sum(isinstance(n, cst.IndentedBlock) for n in place.around)
     indent += " " * 4
     lines = textwrap.indent(text.rstrip(), indent)
+    if lines.lstrip() in old.value:
+        raise _already(f"more in the docstring of {function}", "the text")
     value = f'{old.value[:-3].rstrip()}\n{lines}\n{indent}"""'
     return replace_inside(place, old, old.with_changes(value=value))
 

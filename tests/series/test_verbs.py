@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each verb on invented code: what it makes, and what it refuses."""
+
+import textwrap
+
+import libcst as cst
+import pytest
+
+from series.errors import SeriesError
+from series.layout import formatted
+from series.verbs import (
+    add_attribute,
+    add_decorator,
+    add_import,
+    add_parameter,
+    enter_context,
+    extend_docstring,
+    pass_argument,
+)
+
+
+def _laid_out(source):
+    return formatted({"toy.py": source.encode()})["toy.py"].decode()
+
+
+def _text(source):
+    return textwrap.dedent(source).lstrip("\n")
+
+
+def _apply(edit, before):
+    return _laid_out(edit.apply(cst.parse_module(_text(before))).code)
+
+
+def _refusal(edit, before):
+    with pytest.raises(SeriesError) as caught:
+        edit.apply(cst.parse_module(_text(before)))
+    return str(caught.value)
+
+
+HITS = {
+    "parameter, the last one": (
+        add_parameter(function="C.f", parameter="c: int | None = None"),
+        """
+        class C:
+            def f(self, a, b=1):
+                return a
+        """,
+        """
+        class C:
+            def f(self, a, b=1, c: int | None = None):
+                return a
+        """,
+    ),
+    "parameter, one a line": (
+        add_parameter(function="f", parameter="c=None"),
+        """
+        def f(
+            a,
+            b=1,
+        ):
+            return a
+        """,
+        """
+        def f(
+            a,
+            b=1,
+            c=None,
+        ):
+            return a
+        """,
+    ),
+    "parameter, by keyword only where others are": (
+        add_parameter(function="f", parameter="c=None"),
+        """
+        def f(a, *, b=1, **rest):
+            return a
+        """,
+        """
+        def f(a, *, b=1, c=None, **rest):
+            return a
+        """,
+    ),
+    "parameter, of a function without any": (
+        add_parameter(function="f", parameter="c=None"),
+        """
+        def f():
+            return 1
+        """,
+        """
+        def f(c=None):
+            return 1
+        """,
+    ),
+    "parameter, of a nested function": (
+        add_parameter(function="C.f.<locals>.g", parameter="c=None"),
+        """
+        class C:
+            def f(self):
+                if self:
+
+                    def g(a):
+                        return a
+
+                return g
+        """,
+        """
+        class C:
+            def f(self):
+                if self:
+
+                    def g(a, c=None):
+                        return a
+
+                return g
+        """,
+    ),
+    "parameter, of the one so named in full": (
+        add_parameter(function="D.f", parameter="c=None"),
+        """
+        class C:
+            def f(self):
+                return 1
+
+
+        class D:
+            def f(self):
+                return 1
+
+
+        def f():
+            return 1
+        """,
+        """
+        class C:
+            def f(self):
+                return 1
+
+
+        class D:
+            def f(self, c=None):
+                return 1
+
+
+        def f():
+            return 1
+        """,
+    ),
+    "parameter, of a function in a with, a try and a match": (
+        add_parameter(function="f", parameter="c=None"),
+        """
+        match 1:
+            case 1:
+                try:
+                    pass
+                except ValueError:
+                    pass
+                else:
+                    with open("x"):
+
+                        def f():
+                            return 1
+        """,
+        """
+        match 1:
+            case 1:
+                try:
+                    pass
+                except ValueError:
+                    pass
+                else:
+                    with open("x"):
+
+                        def f(c=None):
+                            return 1
+        """,
+    ),
+    "argument": (
+        pass_argument(function="f", call="self.m.go", argument="c=c"),
+        """
+        def f(self, c):
+            self.n.go()
+            return [self.m.go(1, b=2)]
+        """,
+        """
+        def f(self, c):
+            self.n.go()
+            return [self.m.go(1, b=2, c=c)]
+        """,
+    ),
+    "argument, of a call without any": (
+        pass_argument(function="f", call="super().go", argument="c=c"),
+        """
+        def f(c):
+            super().go()
+        """,
+        """
+        def f(c):
+            super().go(c=c)
+        """,
+    ),
+    "argument, one a line": (
+        pass_argument(function="f", call="go", argument="c=c"),
+        """
+        def f(c):
+            go(
+                1,
+                b=2,
+            )
+        """,
+        """
+        def f(c):
+            go(
+                1,
+                b=2,
+                c=c,
+            )
+        """,
+    ),
+    "context": (
+        enter_context(function="f", before="one", context="scope(c)"),
+        """
+        def f(c):
+            with one(1), two(2) as t:
+                yield t
+        """,
+        """
+        def f(c):
+            with scope(c), one(1), two(2) as t:
+                yield t
+        """,
+    ),
+    "context, in parentheses": (
+        enter_context(function="f", before="two", context="scope(c)"),
+        """
+        def f(c):
+            with (
+                one(1),
+                two(2),
+            ):
+                yield
+        """,
+        """
+        def f(c):
+            with (
+                scope(c),
+                one(1),
+                two(2),
+            ):
+                yield
+        """,
+    ),
+    "decorator, outside the others": (
+        add_decorator(function="C.f", decorator="scope(Owner.DRAFT)"),
+        """
+        class C:
+            @override
+            def f(self):
+                return 1
+        """,
+        """
+        class C:
+            @scope(Owner.DRAFT)
+            @override
+            def f(self):
+                return 1
+        """,
+    ),
+    "attribute, below the docstring": (
+        add_attribute(cls="C", statement="owner = Owner.DRAFT"),
+        '''
+        class C(B):
+            """A class."""
+
+            name = "c"
+        ''',
+        '''
+        class C(B):
+            """A class."""
+
+            owner = Owner.DRAFT
+
+            name = "c"
+        ''',
+    ),
+    "attribute, of a class without a docstring": (
+        add_attribute(cls="C", statement="owner: Owner = Owner.DRAFT"),
+        """
+        class C(B):
+            name = "c"
+        """,
+        """
+        class C(B):
+            owner: Owner = Owner.DRAFT
+            name = "c"
+        """,
+    ),
+    "import, after the last that sorts before it": (
+        add_import(statement="from pkg.m import a, b"),
+        """
+        import os
+
+        from other import x
+        from pkg.a import y
+        from pkg.z import z
+        """,
+        """
+        import os
+
+        from other import x
+        from pkg.a import y
+        from pkg.m import a, b
+        from pkg.z import z
+        """,
+    ),
+    "import, first of its section": (
+        add_import(statement="from pkg.m import a"),
+        """
+        import os
+
+        # why z
+        from pkg.z import z
+        """,
+        """
+        import os
+
+        # why z
+        from pkg.m import a
+        from pkg.z import z
+        """,
+    ),
+    "docstring, of one line": (
+        extend_docstring(function="C.f", text="\nMore about it.\nAnd more."),
+        '''
+        class C:
+            def f(self):
+                """One line."""
+                return 1
+        ''',
+        '''
+        class C:
+            def f(self):
+                """One line.
+
+                More about it.
+                And more.
+                """
+                return 1
+        ''',
+    ),
+    "docstring, with a list of arguments": (
+        extend_docstring(function="f", text="    c: Another."),
+        '''
+        def f(a, c):
+            """Do it.
+
+            Args:
+                a: One.
+            """
+            return a
+        ''',
+        '''
+        def f(a, c):
+            """Do it.
+
+            Args:
+                a: One.
+                c: Another.
+            """
+            return a
+        ''',
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "before", "after"), HITS.values(), ids=HITS)
+def test_hit(edit, before, after):
+    assert _laid_out(_text(before)) == _text(before), "the toy is not laid out"
+    assert _apply(edit, before) == _text(after)
+
+
+TWICE = """
+if a:
+
+    def f(x):
+        go(x)
+
+else:
+
+    def f(x):
+        go(x)
+"""
+OVERLOADED = """
+class C:
+    @overload
+    def f(self, x: int): ...
+    @overload
+    def f(self, x: str): ...
+    def f(self, x):
+        return x
+"""
+
+REFUSALS = {
+    "no such function": (
+        add_parameter(function="g", parameter="c=None"),
+        "def f(x):\n    go(x)\n",
+        ["exactly one function g", "none"],
+    ),
+    "a function of that name elsewhere is offered": (
+        add_parameter(function="C.f", parameter="c=None"),
+        "class D:\n    def f(self):\n        pass\n",
+        ["exactly one function C.f", "closest: D.f"],
+    ),
+    "a class is no function": (
+        add_parameter(function="C", parameter="c=None"),
+        "class C:\n    pass\n",
+        ["exactly one function C", "none"],
+    ),
+    "a method is not found by its last name": (
+        add_parameter(function="f", parameter="c=None"),
+        "class C:\n    def f(self):\n        pass\n",
+        ["closest: C.f"],
+    ),
+    "defined in both arms": (
+        add_parameter(function="f", parameter="c=None"),
+        TWICE,
+        ["exactly one function f", "2 of them, at lines 3, 8"],
+    ),
+    "overloaded": (
+        add_decorator(function="C.f", decorator="d"),
+        OVERLOADED,
+        ["exactly one function C.f", "3 of them"],
+    ),
+    "parameter there already": (
+        add_parameter(function="f", parameter="c=None"),
+        "def f(a, c=1):\n    pass\n",
+        ["a parameter c is there already"],
+    ),
+    "keyword-only parameter there already": (
+        add_parameter(function="f", parameter="c=None"),
+        "def f(a, *, c=1):\n    pass\n",
+        ["a parameter c is there already"],
+    ),
+    "no such call": (
+        pass_argument(function="f", call="self.m.go", argument="c=c"),
+        "def f(self):\n    self.m.going()\n",
+        ["exactly one call of self.m.go in f", "closest: self.m.going"],
+    ),
+    "called twice": (
+        pass_argument(function="f", call="go", argument="c=c"),
+        "def f():\n    go(1)\n    go(2)\n",
+        ["exactly one call of go in f", "2 of them, at lines 2, 3"],
+    ),
+    "called in another function only": (
+        pass_argument(function="f", call="go", argument="c=c"),
+        "def f():\n    pass\n\n\ndef g():\n    go(1)\n",
+        ["exactly one call of go in f", "none"],
+    ),
+    "argument passed already": (
+        pass_argument(function="f", call="go", argument="c=c"),
+        "def f():\n    go(c=1)\n",
+        ["an argument c is there already"],
+    ),
+    "argument not by keyword": (
+        pass_argument(function="f", call="go", argument="c"),
+        "def f():\n    go(1)\n",
+        ["a positional argument"],
+    ),
+    "no such with": (
+        enter_context(function="f", before="one", context="scope()"),
+        "def f():\n    with two():\n        pass\n",
+        ["exactly one `with` that enters one in f", "closest: two"],
+    ),
+    "entered in two": (
+        enter_context(function="f", before="one", context="scope()"),
+        "def f():\n    with one():\n        pass\n    with one():\n        pass\n",
+        ["2 of them, at lines 2, 4"],
+    ),
+    "context entered already": (
+        enter_context(function="f", before="one", context="scope()"),
+        "def f():\n    with scope(), one():\n        pass\n",
+        ["a context scope() is there already"],
+    ),
+    "decorated already": (
+        add_decorator(function="f", decorator="scope(1)"),
+        "@scope(1)\ndef f():\n    pass\n",
+        ["that decorator is there already"],
+    ),
+    "no such class": (
+        add_attribute(cls="C", statement="x = 1"),
+        "def C():\n    pass\n",
+        ["exactly one class C", "none"],
+    ),
+    "attribute there already": (
+        add_attribute(cls="C", statement="x = 1"),
+        "class C:\n    y = 2\n    x = 2\n",
+        ["an attribute x is there already"],
+    ),
+    "annotated attribute there already": (
+        add_attribute(cls="C", statement="x = 1"),
+        "class C:\n    x: int\n",
+        ["an attribute x is there already"],
+    ),
+    "imported from there already": (
+        add_import(statement="from pkg.m import a"),
+        "from pkg.m import b\n",
+        ["an import from pkg.m is there already"],
+    ),
+    "no import of the package": (
+        add_import(statement="from pkg.m import a"),
+        "from package.m import b\n",
+        ["no import from pkg to stand beside"],
+    ),
+    "not a from-import": (
+        add_import(statement="import pkg.m"),
+        "from pkg.m import b\n",
+        ["no statement of the form `from package.module import name`"],
+    ),
+    "no docstring": (
+        extend_docstring(function="f", text="More."),
+        "def f():\n    pass\n",
+        ["no docstring"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "before", "words"), REFUSALS.values(), ids=REFUSALS)
+def test_refusal(edit, before, words):
+    said = _refusal(edit, before)
+    for word in words:
+        assert word in said
+    assert "do:" in said
+
+
+@pytest.mark.parametrize(("edit", "before", "after"), HITS.values(), ids=HITS)
+def test_an_edit_is_never_made_twice(edit, before, after):
+    once = cst.parse_module(_text(after))
+    with pytest.raises(SeriesError, match="there already"):
+        edit.apply(once)
+
+
+def test_an_edit_says_itself():
+    edit = add_parameter(function="f", parameter="c=None")
+    assert edit.words == "add_parameter(function='f', parameter='c=None')"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V2 graph managers hand their owner's name to graph_capture."""
+
+import inspect
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+import vllm.v1.worker.gpu
+from tests.utils import import_all, with_subclasses
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
+from vllm.distributed.graph_channels.scope import active_channel
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
+    SpeculatorCudaGraphManager,
+)
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+COVERS = (
+    "vllm/v1/worker/gpu/cudagraph_utils.py",
+    "vllm/v1/worker/gpu/spec_decode/autoregressive/cudagraph_utils.py",
+    "vllm/v1/worker/gpu/spec_decode/dflash/cudagraph.py",
+)
+
+NAME = ChannelId(Owner.CONTEXT_KV, Phase.PRODUCTION)
+
+# What each kind of manager is given beside the name.
+ARGUMENTS = {
+    CudaGraphManager: 1,
+    ModelCudaGraphManager: 7,
+    SpeculatorCudaGraphManager: 6,
+    DFlashCudaGraphManager: 7,
+}
+
+
+def _managers():
+    import_all(vllm.v1.worker.gpu)
+    return with_subclasses(CudaGraphManager)
+
+
+def _manager(cls, descs=()):
+    manager = object.__new__(cls)
+    manager.device = torch.device("cpu")
+    manager.use_breakable_cg = False
+    manager.graphs = {}
+    manager.pool = None
+    manager._capture_descs = {CUDAGraphMode.FULL: list(descs)} if descs else {}
+    return manager
+
+
+def test_every_kind_of_manager_is_tested():
+    assert set(_managers()) == set(ARGUMENTS)
+
+
+@pytest.mark.parametrize("cls", ARGUMENTS)
+def test_the_name_reaches_the_communicator(cls, communicator):  # R-A4
+    arguments = [MagicMock()] * ARGUMENTS[cls]
+    _manager(cls).capture(*arguments, channel_id=NAME)
+    assert communicator.names == ["vllm:context_kv:production"]
+
+
+@pytest.mark.parametrize("cls", ARGUMENTS)
+def test_a_caller_that_passes_nothing_works_as_before(cls, communicator):  # R-A5
+    arguments = [MagicMock()] * ARGUMENTS[cls]
+    _manager(cls).capture(*arguments)
+    assert communicator.names == [None]
+
+
+def test_every_override_takes_the_name():  # R-A4 # C07
+    for cls in _managers():
+        assert "channel_id" in inspect.signature(cls.capture).parameters, cls
+
+
+def test_warm_up_and_capture_run_in_the_owners_scope(
+    communicator, monkeypatch
+):  # R-B2 # C09
+    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=1, num_reqs=1)
+    seen = []
+
+    def create_forward_fn(desc, warmup):
+        return lambda mode: seen.append((warmup, str(active_channel())))
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "set_graph_pool_id", lambda pool: None)
+    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
+    platform = SimpleNamespace(graph_pool_handle=lambda: None)
+    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
+
+    manager = _manager(CudaGraphManager, [desc])
+    manager.capture(create_forward_fn, channel_id=NAME)
+    assert seen == [(True, str(NAME)), (False, str(NAME))]
+    assert list(manager.graphs) == [desc]
+    assert active_channel() is None

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multimodal encoder names its graphs on both runners."""
+
+import pytest
+import torch
+
+from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
+from vllm.distributed.graph_channels.scope import active_channel, channel_scope
+from vllm.platforms import current_platform
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+
+COVERS = (
+    "vllm/v1/worker/encoder_cudagraph.py",
+    "vllm/v1/worker/gpu/mm/encoder_runner.py",
+)
+
+
+@pytest.fixture
+def manager():
+    """A manager with two budgets that notes the active channel of each capture."""
+    manager = object.__new__(EncoderCudaGraphManager)
+    manager.path_token_budgets = {"default": [64, 128]}
+    manager.seen = []
+    manager._capture_budget_graph = lambda budget, path: manager.seen.append(
+        (budget, str(active_channel()))
+    )
+    return manager
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_on_v1_it_captures_inside_the_targets_scope(manager, phase):  # R-B4
+    target = ChannelId(Owner.TARGET, phase)
+    with channel_scope(target):
+        manager.capture(graph_pool=None)
+        assert active_channel() == target
+    name = f"vllm:encoder:{phase.value}"
+    assert manager.seen == [(128, name), (64, name)]
+
+
+def test_on_v2_it_opens_a_scope_of_its_own(manager, communicator, monkeypatch):  # R-A3
+    monkeypatch.setattr(current_platform, "graph_pool_handle", object, raising=False)
+    runner = object.__new__(EncoderRunner)
+    runner.device = torch.device("cpu")
+    runner.cudagraph_manager = manager
+    runner.capture()
+    name = "vllm:encoder:production"
+    assert communicator.names == [name]
+    assert manager.seen == [(128, name), (64, name)]
+    assert active_channel() is None
+
+
+def test_without_a_scope_nothing_changes(manager):  # R-A5
+    manager.capture(graph_pool=None)
+    assert [name for _, name in manager.seen] == ["None", "None"]
