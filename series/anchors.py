@@ -99,7 +99,7 @@ def one_call(place: Place, callee: str) -> cst.Call:
     """
     calls = _Calls()
     place.node.visit(calls)
-    written = [(_code(call.func), call) for call in calls.found]
+    written = [(code_of(call.func), call) for call in calls.found]
     found = [call for text, call in written if text == callee]
     if len(found) != 1:
         raise _miscounted(
@@ -120,7 +120,7 @@ def one_with(place: Place, item: str) -> cst.With:
     withs = _Withs()
     place.node.visit(withs)
     entered = [
-        (_code(part.item.func), statement)
+        (code_of(part.item.func), statement)
         for statement in withs.found
         for part in statement.items
         if isinstance(part.item, cst.Call)
@@ -136,13 +136,61 @@ def one_with(place: Place, item: str) -> cst.With:
     return found[0]
 
 
+def one_if(module: cst.Module, test: str) -> cst.If:
+    """The only top-level ``if`` of that condition, as it is written.
+
+    Raises:
+        SeriesError: There is none, or there are several.
+    """
+    ifs = [node for node in module.body if isinstance(node, cst.If)]
+    found = [node for node in ifs if code_of(node.test) == test]
+    if len(found) != 1:
+        others = [code_of(node.test) for node in ifs]
+        raise _miscounted(f"exactly one top-level `if {test}`", module, found, others)
+    return found[0]
+
+
+def one_assignment(
+    block: cst.Module | Definition, module: cst.Module, name: str
+) -> cst.BaseExpression:
+    """What a name is assigned, in the only line of a block that assigns it.
+
+    Raises:
+        SeriesError: No line of the block itself assigns it, or several do.
+    """
+    body = block.body if isinstance(block, cst.Module) else block.body.body
+    assignments = [pair for line in body if (pair := _assignment(line)) is not None]
+    found = [value for target, value in assignments if target == name]
+    if len(found) != 1:
+        raise _miscounted(
+            f"exactly one assignment of {name}",
+            module,
+            found,
+            [target for target, _ in assignments],
+        )
+    return found[0]
+
+
+def _assignment(line: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
+    match line:
+        case cst.SimpleStatementLine(
+            body=[cst.AnnAssign(cst.Name(name), value=cst.BaseExpression() as value)]
+        ):
+            return name, value
+        case cst.SimpleStatementLine(
+            body=[cst.Assign(targets=[cst.AssignTarget(cst.Name(name))], value=value)]
+        ):
+            return name, value
+    return None
+
+
 def imported_from(node: cst.CSTNode) -> str | None:
     """The module that a top-level ``from … import …`` line imports from."""
     match node:
         case cst.SimpleStatementLine(
             body=[cst.ImportFrom(module=cst.CSTNode() as source, relative=[])]
         ):
-            return _code(source)
+            return code_of(source)
     return None
 
 
@@ -240,5 +288,6 @@ def _with_child(parent: cst.CSTNode, old: cst.CSTNode, new: cst.CSTNode) -> cst.
     raise AssertionError(f"{type(parent).__name__} does not hold the node")
 
 
-def _code(node: cst.CSTNode) -> str:
-    return cst.Module(body=[]).code_for_node(node)
+def code_of(node: cst.CSTNode) -> str:
+    """A node as it is written, without the blank lines around a statement."""
+    return cst.Module(body=[]).code_for_node(node).strip()

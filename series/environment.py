@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is there another vLLM in the environment that this one would be mixed up with?
 
-Standard library only, and readable by any Python 3: the preflight imports it.
+Standard library only, and readable by Python 3.8: the preflight imports it.
 """
 
 from __future__ import annotations

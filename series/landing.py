@@ -14,11 +14,11 @@ from pathlib import Path
 
 import libcst as cst
 
+from series.edit import Edit
 from series.errors import SeriesError
 from series.layout import formatted
 from series.patch import Patch
 from series.upstream import RELEASE, SERIES
-from series.verbs import Edit
 
 ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = "vllm/distributed/graph_channels/receipt.json"

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
+from series.edit import Edit
 from series.errors import SeriesError
 from series.patches import ORDER
-from series.verbs import Edit
 
 SECTIONS = ("Why", "Upstream", "Drop-when")
 _SUBJECT_WIDTH = 72

@@ -2,7 +2,7 @@
 """The pinned vLLM wheels: which one this machine builds on, and where it lies.
 
 Nothing here looks at a wheel before its sha256 is known to be the pinned one,
-except to say what else it is. Standard library only: the preflight imports it.
+except to say what else it is.
 """
 
 import hashlib
@@ -243,9 +243,8 @@ def _pip_download(base: Base, folder: Path) -> None:
 
 def _url_download(url: str, target: Path) -> None:
     try:
-        with urllib.request.urlopen(url, timeout=60) as source:
-            with target.open("wb") as sink:
-                shutil.copyfileobj(source, sink)
+        with urllib.request.urlopen(url, timeout=60) as answer, target.open("wb") as to:
+            shutil.copyfileobj(answer, to)
     except (OSError, ValueError) as error:
         raise SeriesError(
             f"the wheel that {LOCATION} names downloaded",
@@ -286,3 +285,8 @@ def _title(wheel: Path) -> str:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    # The first half of `make tree`; `python -m series land` is the other.
+    unpack(locate(choose()), Path(sys.argv[1]))

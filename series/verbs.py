@@ -7,53 +7,50 @@ pristine files only. New code is given as text; ruff lays it out afterwards.
 """
 
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from collections.abc import Sequence
 
 import libcst as cst
 
 from series.anchors import (
+    Place,
+    code_of,
     imported_from,
+    one_assignment,
     one_call,
     one_class,
     one_function,
+    one_if,
     one_with,
     replace_inside,
 )
+from series.edit import (
+    Edit,
+    already,
+    append,
+    assigned,
+    docstring,
+    parsed_call,
+    parsed_parameter,
+    returns,
+    verb,
+)
 from series.errors import SeriesError
 
-Fields = ParamSpec("Fields")
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One change to one file: a verb with its fields filled in.
-
-    Attributes:
-        words: The verb and its fields, as a reader would write them.
-        apply: Gives the changed module, or raises SeriesError.
-    """
-
-    words: str
-    apply: Callable[[cst.Module], cst.Module]
-
-
-def verb(
-    change: Callable[Concatenate[cst.Module, Fields], cst.Module],
-) -> Callable[Fields, Edit]:
-    """Turn a function of a module and named fields into a verb."""
-
-    @wraps(change)
-    def make(*args: Fields.args, **fields: Fields.kwargs) -> Edit:
-        said = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-        return Edit(
-            words=f"{change.__name__}({said})",
-            apply=lambda module: change(module, *args, **fields),
-        )
-
-    return make
+__all__ = [
+    "Edit",
+    "add_attribute",
+    "add_decorator",
+    "add_import",
+    "add_items",
+    "add_parameter",
+    "append_to",
+    "append_to_if",
+    "enter_context",
+    "extend_docstring",
+    "insert_before",
+    "pass_argument",
+    "prepend_to",
+]
 
 
 @verb
@@ -74,7 +71,7 @@ def add_import(module: cst.Module, *, statement: str) -> cst.Module:
         )
     sources = [imported_from(node) or "" for node in module.body]
     if source in sources:
-        raise _already(f"the import {statement!r}", f"an import from {source}")
+        raise already(f"the import {statement!r}", f"an import from {source}")
     package = source.partition(".")[0]
     peers = [n for n, other in enumerate(sources) if other.split(".")[0] == package]
     if not peers:
@@ -105,14 +102,14 @@ def add_parameter(module: cst.Module, *, function: str, parameter: str) -> cst.M
         parameter: ``name: annotation = default``.
     """
     place, node = one_function(module, function)
-    new = _parsed_parameter(parameter)
+    new = parsed_parameter(parameter)
     params = node.params
     if new.name.value in [
         p.name.value for p in (*params.params, *params.kwonly_params)
     ]:
-        raise _already(f"{function}({parameter})", f"a parameter {new.name.value}")
+        raise already(f"{function}({parameter})", f"a parameter {new.name.value}")
     group = "kwonly_params" if params.kwonly_params else "params"
-    grown = params.with_changes(**{group: _append(getattr(params, group), new)})
+    grown = params.with_changes(**{group: append(getattr(params, group), new)})
     return place.replace(node.with_changes(params=grown))
 
 
@@ -130,7 +127,7 @@ def pass_argument(
     """
     place, _ = one_function(module, function)
     old = one_call(place, call)
-    new = _parsed_call(f"call({argument})").args[0]
+    new = parsed_call(f"call({argument})").args[0]
     if new.keyword is None:
         raise SeriesError(
             f"{call}({argument}) in {function}",
@@ -139,29 +136,29 @@ def pass_argument(
         )
     keyword = new.keyword.value
     if keyword in [arg.keyword.value for arg in old.args if arg.keyword]:
-        raise _already(f"{call}({argument}) in {function}", f"an argument {keyword}")
-    grown = old.with_changes(args=_append(old.args, new))
+        raise already(f"{call}({argument}) in {function}", f"an argument {keyword}")
+    grown = old.with_changes(args=append(old.args, new))
     return replace_inside(place, old, grown)
 
 
 @verb
 def enter_context(
-    module: cst.Module, *, function: str, before: str, context: str
+    module: cst.Module, *, function: str, beside: str, context: str
 ) -> cst.Module:
-    """Enter one more context, first, in the only ``with`` that calls something.
+    """Enter one more context, last, in the only ``with`` that calls something.
 
     Args:
         module: The module to change.
         function: Dotted name of the function.
-        before: A context that the statement enters, as the call is written.
-        context: The expression to enter first.
+        beside: A context that the statement enters, as the call is written.
+        context: The expression to enter innermost.
     """
     place, _ = one_function(module, function)
-    old = one_with(place, before)
-    item = cst.WithItem(item=cst.parse_expression(context), comma=_COMMA)
+    old = one_with(place, beside)
+    item = cst.WithItem(item=cst.parse_expression(context))
     if any(item.item.deep_equals(other.item) for other in old.items):
-        raise _already(f"{context} entered in {function}", f"a context {context}")
-    return replace_inside(place, old, old.with_changes(items=[item, *old.items]))
+        raise already(f"{context} entered in {function}", f"a context {context}")
+    return replace_inside(place, old, old.with_changes(items=append(old.items, item)))
 
 
 @verb
@@ -176,7 +173,7 @@ def add_decorator(module: cst.Module, *, function: str, decorator: str) -> cst.M
     place, node = one_function(module, function)
     new = cst.Decorator(decorator=cst.parse_expression(decorator))
     if any(new.decorator.deep_equals(old.decorator) for old in node.decorators):
-        raise _already(f"@{decorator} on {function}", "that decorator")
+        raise already(f"@{decorator} on {function}", "that decorator")
     return place.replace(node.with_changes(decorators=[new, *node.decorators]))
 
 
@@ -192,8 +189,8 @@ def add_attribute(module: cst.Module, *, cls: str, statement: str) -> cst.Module
     place, node = one_class(module, cls)
     name = statement.partition("=")[0].partition(":")[0].strip()
     body = list(node.body.body)
-    if any(_assigned(line) == name for line in body):
-        raise _already(f"{statement} in class {cls}", f"an attribute {name}")
+    if any(assigned(line) == name for line in body):
+        raise already(f"{statement} in class {cls}", f"an attribute {name}")
     below = 1 if node.get_docstring() is not None else 0
     body.insert(below, cst.parse_statement(statement))
     return place.replace(node.with_changes(body=node.body.with_changes(body=body)))
@@ -209,7 +206,7 @@ def extend_docstring(module: cst.Module, *, function: str, text: str) -> cst.Mod
         text: The lines; a blank one first starts a paragraph.
     """
     place, node = one_function(module, function)
-    old = _docstring(node)
+    old = docstring(node)
     if old is None:
         raise SeriesError(
             f"more lines in the docstring of {function}",
@@ -220,60 +217,140 @@ def extend_docstring(module: cst.Module, *, function: str, text: str) -> cst.Mod
     indent += " " * 4
     lines = textwrap.indent(text.rstrip(), indent)
     if lines.lstrip() in old.value:
-        raise _already(f"more in the docstring of {function}", "the text")
+        raise already(f"more in the docstring of {function}", "the text")
     value = f'{old.value[:-3].rstrip()}\n{lines}\n{indent}"""'
     return replace_inside(place, old, old.with_changes(value=value))
 
 
-_COMMA = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+@verb
+def insert_before(module: cst.Module, *, definition: str, code: str) -> cst.Module:
+    """Put top-level code above a top-level function.
+
+    Args:
+        module: The module to change.
+        definition: Name of the function.
+        code: Whole statements.
+    """
+    place, node = one_function(module, definition)
+    if place.around != (module,):
+        raise SeriesError(
+            f"code above {definition}",
+            found="a function that is not at the top of the module",
+            do="name one that is, or extend that function",
+        )
+    lines = _parsed_body(code)
+    _demand_new(module.body, lines, f"code above {definition}")
+    body = list(module.body)
+    at = next(n for n, statement in enumerate(body) if statement is node)
+    return module.with_changes(body=[*body[:at], *lines, *body[at:]])
 
 
-def _append(items: Sequence[Any], new: Any) -> list[Any]:
-    """The items and a new last one, which takes over a trailing comma."""
-    if not items:
-        return [new]
-    *first, last = items
-    return [
-        *first,
-        last.with_changes(comma=_COMMA),
-        new.with_changes(comma=last.comma),
-    ]
+@verb
+def prepend_to(module: cst.Module, *, function: str, code: str) -> cst.Module:
+    """Put statements at the start of a function, below its docstring.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        code: Whole statements, not indented.
+    """
+    place, node = one_function(module, function)
+    below = 1 if docstring(node) is not None else 0
+    return _insert_into(place, node, below, code)
 
 
-def _already(asked: str, found: str) -> SeriesError:
-    return SeriesError(
-        asked,
-        found=f"{found} is there already",
-        do="drop the edit if upstream made it, or start from a pristine file",
-    )
+@verb
+def append_to(module: cst.Module, *, function: str, code: str) -> cst.Module:
+    """Put statements at the end of a function that has no ``return``.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        code: Whole statements, not indented.
+    """
+    place, node = one_function(module, function)
+    if returns(node):
+        raise SeriesError(
+            f"code at the end of {function}",
+            found="a return, after which it would not run",
+            do="extend the function in another way",
+        )
+    return _insert_into(place, node, len(node.body.body), code)
 
 
-def _parsed_call(text: str) -> cst.Call:
-    call = cst.parse_expression(text)
-    assert isinstance(call, cst.Call)
-    return call
+@verb
+def append_to_if(module: cst.Module, *, test: str, code: str) -> cst.Module:
+    """Put statements at the end of the only top-level ``if`` of that test.
+
+    Args:
+        module: The module to change.
+        test: The condition, as it is written.
+        code: Whole statements, not indented.
+    """
+    old = one_if(module, test)
+    lines = _parsed_body(code)
+    _demand_new(old.body.body, lines, f"code in `if {test}`")
+    block = old.body.with_changes(body=[*old.body.body, *lines])
+    body = [old.with_changes(body=block) if s is old else s for s in module.body]
+    return module.with_changes(body=body)
 
 
-def _parsed_parameter(text: str) -> cst.Param:
-    function = cst.parse_statement(f"def f({text}): ...")
-    assert isinstance(function, cst.FunctionDef)
-    return function.params.params[0]
+@verb
+def add_items(
+    module: cst.Module, *, name: str, items: str, function: str | None = None
+) -> cst.Module:
+    """Add items at the end of the only dict or set that a name is assigned.
 
-
-def _assigned(line: cst.CSTNode) -> str | None:
-    """The name that a class-level line assigns or annotates."""
-    match line:
-        case cst.SimpleStatementLine(body=[cst.AnnAssign(target=cst.Name(name)), *_]):
-            return name
-        case cst.SimpleStatementLine(
-            body=[cst.Assign(targets=[cst.AssignTarget(target=cst.Name(name))]), *_]
+    Args:
+        module: The module to change.
+        name: What is assigned, once.
+        items: ``key: value, …`` or ``element, …``.
+        function: Where it is assigned; at the top of the module by default.
+    """
+    place = None if function is None else one_function(module, function)[0]
+    old = one_assignment(module if place is None else place.node, module, name)
+    new = cst.parse_expression("{" + items + "}")
+    if not isinstance(old, cst.Dict | cst.Set) or type(new) is not type(old):
+        raise SeriesError(
+            f"more items in {name}",
+            found=f"a {type(old).__name__} there, and a {type(new).__name__} to add",
+            do="add key-value pairs to a dict, elements to a set",
+        )
+    grown: cst.Dict | cst.Set = old
+    for element in new.elements:
+        if any(
+            element.deep_equals(e.with_changes(comma=element.comma))
+            for e in old.elements
         ):
-            return name
-    return None
+            raise already(f"more items in {name}", "one of them")
+        bare = element.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        grown = grown.with_changes(elements=append(grown.elements, bare))
+    if place is None:
+        changed = module.deep_replace(old, grown)
+        assert isinstance(changed, cst.Module)
+        return changed
+    return replace_inside(place, old, grown)
 
 
-def _docstring(node: cst.FunctionDef) -> cst.SimpleString | None:
-    match node.body.body[0]:
-        case cst.SimpleStatementLine(body=[cst.Expr(value=cst.SimpleString() as text)]):
-            return text if text.value.startswith('"""') else None
-    return None
+def _insert_into(place: Place, node: cst.FunctionDef, at: int, code: str) -> cst.Module:
+    lines = _parsed_body(code)
+    _demand_new(node.body.body, lines, f"code in {place.name}")
+    body = list(node.body.body)
+    block = node.body.with_changes(body=[*body[:at], *lines, *body[at:]])
+    return place.replace(node.with_changes(body=block))
+
+
+def _parsed_body(code: str) -> list[cst.CSTNode]:
+    parsed = cst.parse_module(textwrap.dedent(code).strip("\n") + "\n")
+    first, *rest = parsed.body
+    # Comments above the first statement belong to the module when parsed.
+    first = first.with_changes(leading_lines=[*parsed.header, *first.leading_lines])
+    return [first, *rest]
+
+
+def _demand_new(
+    body: Sequence[cst.CSTNode], lines: Sequence[cst.CSTNode], asked: str
+) -> None:
+    there = {code_of(old) for old in body}
+    if any(code_of(line) in there for line in lines):
+        raise already(asked, "one of its statements")

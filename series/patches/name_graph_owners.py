@@ -61,7 +61,7 @@ _COMMUNICATORS: dict[str, tuple[Edit, ...]] = {
         ),
         enter_context(
             function="graph_capture",
-            before="get_tp_group().graph_capture",
+            beside="get_tp_group().graph_capture",
             context="channel_scope(channel_id)",
         ),
         extend_docstring(

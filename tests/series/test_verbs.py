@@ -12,10 +12,15 @@ from series.verbs import (
     add_attribute,
     add_decorator,
     add_import,
+    add_items,
     add_parameter,
+    append_to,
+    append_to_if,
     enter_context,
     extend_docstring,
+    insert_before,
     pass_argument,
+    prepend_to,
 )
 
 
@@ -217,7 +222,7 @@ HITS = {
         """,
     ),
     "context": (
-        enter_context(function="f", before="one", context="scope(c)"),
+        enter_context(function="f", beside="one", context="scope(c)"),
         """
         def f(c):
             with one(1), two(2) as t:
@@ -225,12 +230,12 @@ HITS = {
         """,
         """
         def f(c):
-            with scope(c), one(1), two(2) as t:
+            with one(1), two(2) as t, scope(c):
                 yield t
         """,
     ),
     "context, in parentheses": (
-        enter_context(function="f", before="two", context="scope(c)"),
+        enter_context(function="f", beside="two", context="scope(c)"),
         """
         def f(c):
             with (
@@ -242,9 +247,9 @@ HITS = {
         """
         def f(c):
             with (
-                scope(c),
                 one(1),
                 two(2),
+                scope(c),
             ):
                 yield
         """,
@@ -369,6 +374,128 @@ HITS = {
             return a
         ''',
     ),
+    "code above a function, and above its decorator": (
+        insert_before(definition="f", code="def g():\n    return 1\n"),
+        """
+        import os
+
+
+        # why f
+        @cached
+        def f():
+            return 2
+        """,
+        """
+        import os
+
+
+        def g():
+            return 1
+
+
+        # why f
+        @cached
+        def f():
+            return 2
+        """,
+    ),
+    "code at the start, below the docstring": (
+        prepend_to(function="C.f", code="# why\nbegin()"),
+        '''
+        class C:
+            def f(self):
+                """Doc."""
+                go()
+        ''',
+        '''
+        class C:
+            def f(self):
+                """Doc."""
+                # why
+                begin()
+                go()
+        ''',
+    ),
+    "code at the start of a function without a docstring": (
+        prepend_to(function="f", code="begin()"),
+        """
+        def f():
+            go()
+            return 1
+        """,
+        """
+        def f():
+            begin()
+            go()
+            return 1
+        """,
+    ),
+    "code at the end": (
+        append_to(function="f", code="if x:\n    end()\n"),
+        """
+        def f():
+            go(lambda: 1)
+
+            def g():
+                return 1
+        """,
+        """
+        def f():
+            go(lambda: 1)
+
+            def g():
+                return 1
+
+            if x:
+                end()
+        """,
+    ),
+    "code in an if": (
+        append_to_if(test="TYPE_CHECKING", code="B: int = 2"),
+        """
+        if TYPE_CHECKING:
+            A: int = 1
+        if other:
+            pass
+        """,
+        """
+        if TYPE_CHECKING:
+            A: int = 1
+            B: int = 2
+        if other:
+            pass
+        """,
+    ),
+    "items of a dict at the top": (
+        add_items(name="table", items='"b": lambda: 2, "c": 3'),
+        """
+        table: dict = {
+            # one
+            "a": 1,
+        }
+        """,
+        """
+        table: dict = {
+            # one
+            "a": 1,
+            "b": lambda: 2,
+            "c": 3,
+        }
+        """,
+    ),
+    "elements of a set in a function": (
+        add_items(name="names", items='"b"', function="f"),
+        """
+        def f():
+            names = {"a"}
+            return names
+        """,
+        """
+        def f():
+            names = {"a", "b"}
+            return names
+        """,
+    ),
 }
 
 
@@ -466,17 +593,17 @@ REFUSALS = {
         ["a positional argument"],
     ),
     "no such with": (
-        enter_context(function="f", before="one", context="scope()"),
+        enter_context(function="f", beside="one", context="scope()"),
         "def f():\n    with two():\n        pass\n",
         ["exactly one `with` that enters one in f", "closest: two"],
     ),
     "entered in two": (
-        enter_context(function="f", before="one", context="scope()"),
+        enter_context(function="f", beside="one", context="scope()"),
         "def f():\n    with one():\n        pass\n    with one():\n        pass\n",
         ["2 of them, at lines 2, 4"],
     ),
     "context entered already": (
-        enter_context(function="f", before="one", context="scope()"),
+        enter_context(function="f", beside="one", context="scope()"),
         "def f():\n    with scope(), one():\n        pass\n",
         ["a context scope() is there already"],
     ),
@@ -514,6 +641,46 @@ REFUSALS = {
         add_import(statement="import pkg.m"),
         "from pkg.m import b\n",
         ["no statement of the form `from package.module import name`"],
+    ),
+    "code above a method": (
+        insert_before(definition="C.f", code="x = 1"),
+        "class C:\n    def f(self):\n        pass\n",
+        ["a function that is not at the top of the module"],
+    ),
+    "code after a return": (
+        append_to(function="f", code="end()"),
+        "def f(x):\n    if x:\n        return 1\n    go()\n",
+        ["a return, after which it would not run"],
+    ),
+    "no such if": (
+        append_to_if(test="TYPE_CHECKING", code="x = 1"),
+        "if TYPING:\n    pass\n",
+        ["exactly one top-level `if TYPE_CHECKING`", "closest: TYPING"],
+    ),
+    "two such ifs": (
+        append_to_if(test="a", code="x = 1"),
+        "if a:\n    pass\nif a:\n    pass\n",
+        ["2 of them, at lines 1, 3"],
+    ),
+    "assigned twice": (
+        add_items(name="table", items='"b"'),
+        'table = {"a"}\ntable = {"c"}\n',
+        ["exactly one assignment of table", "2 of them"],
+    ),
+    "assigned in a function only": (
+        add_items(name="table", items='"b"'),
+        'def f():\n    table = {"a"}\n',
+        ["exactly one assignment of table", "none"],
+    ),
+    "an element for a dict": (
+        add_items(name="table", items='"b"'),
+        'table = {"a": 1}\n',
+        ["a Dict there, and a Set to add"],
+    ),
+    "a list": (
+        add_items(name="table", items='"b"'),
+        'table = ["a"]\n',
+        ["a List there"],
     ),
     "no docstring": (
         extend_docstring(function="f", text="More."),

@@ -4,9 +4,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from series.edit import Edit
 from series.landing import Landing, compute
 from series.patch import Message, Patch
-from series.verbs import Edit, add_decorator, add_parameter
+from series.verbs import add_decorator, add_parameter
 
 VERSION = "__version__ = version = '0.28.0'\n"
 

@@ -3,40 +3,95 @@
 
 There is one stack a process. It is neither thread-local nor a context variable,
 because a dual-batch overlap captures on threads that did not open the scope.
-Opening and closing a scope makes no collective.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 
 from vllm.distributed.graph_channels.identity import ChannelId, Owner
 
-_open: list[ChannelId | None] = []
+Admission = Callable[[ChannelId | None, ExitStack], None]
+"""Lets transports take part in a scope: enters each on the stack, or raises."""
+
+
+class NoScopeError(RuntimeError):
+    """A graph is being captured, and no scope says whose it is."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One open scope.
+
+    Attributes:
+        channel_id: The owner's channel; None if the caller named none.
+        members: What was entered for it; a transport made later may join.
+        admit: How transports take part in it, and in scopes inside it.
+    """
+
+    channel_id: ChannelId | None
+    members: ExitStack
+    admit: Admission
+
+
+_open: list[Scope] = []
+
+
+def open_scopes() -> Sequence[Scope]:
+    """The open scopes, the innermost last."""
+    return tuple(_open)
 
 
 def active_channel() -> ChannelId | None:
     """The innermost open scope's name; None outside any, and in an unnamed one."""
-    return _open[-1] if _open else None
+    return _open[-1].channel_id if _open else None
+
+
+def demand_channel(what: str) -> ChannelId:
+    """The channel that a graph under capture communicates on.
+
+    Args:
+        what: What is being recorded, for the error.
+
+    Raises:
+        NoScopeError: No named scope is open.
+    """
+    channel_id = active_channel()
+    if channel_id is None:
+        raise NoScopeError(
+            f"{what} is captured into a graph, and no scope names the graph's owner; "
+            "capture inside vllm.distributed.parallel_state.graph_capture(device, "
+            "channel_id=...)"
+        )
+    return channel_id
+
+
+def no_transports(channel_id: ChannelId | None, members: ExitStack) -> None:
+    """The admission of a process without transports: names count, and no more."""
 
 
 @contextmanager
-def channel_scope(channel_id: ChannelId | None) -> Iterator[None]:
+def channel_scope(
+    channel_id: ChannelId | None, admit: Admission = no_transports
+) -> Iterator[None]:
     """Make a channel the active one for the time of a ``with`` block.
 
     Scopes nest and the innermost wins. When the block ends, after success or an
-    exception, the scope around it is active again.
+    exception, the scope around it is active again; leaving is never collective.
 
     Args:
         channel_id: The owner's channel. None opens an unnamed scope, which does
             not take over the name of the scope around it.
+        admit: Whether entering is collective, and what it raises, is its matter.
     """
     depth = len(_open)
-    _open.append(channel_id)
-    try:
-        yield
-    finally:
-        del _open[depth:]
+    with ExitStack() as members:
+        admit(channel_id, members)
+        _open.append(Scope(channel_id, members, admit))
+        try:
+            yield
+        finally:
+            del _open[depth:]
 
 
 @contextmanager
@@ -51,9 +106,9 @@ def owner_scope(owner: Owner) -> Iterator[None]:
     Args:
         owner: Who captures, or warms up to capture, inside the block.
     """
-    outer = active_channel()
-    if outer is None:
+    outer = _open[-1] if _open else None
+    if outer is None or outer.channel_id is None:
         yield
         return
-    with channel_scope(replace(outer, owner=owner)):
+    with channel_scope(replace(outer.channel_id, owner=owner), outer.admit):
         yield

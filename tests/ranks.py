@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function as N forked ranks, under a deadline, and tells how each ended.
+
+    def body(rank: int, store: Store) -> int: ...
+
+    assert ranks.values(2, body, deadline=10) == [3, 3]
+    survivor, killed = ranks.run(2, body_that_kills_rank_1, deadline=10)
+    assert killed.status == -signal.SIGKILL
+
+Ranks are forked, so what the parent imported is there at once and the function
+may be a closure. Each rank leads a process group of its own, and all of them
+are killed when the deadline passes or the parent is interrupted, stopped ranks
+included. No rank runs the parent's exit handlers.
+"""
+
+import os
+import pickle
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed import FileStore, Store
+
+Body = Callable[[int, Store], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        value: What the function returned; None if it did not return.
+        error: What it raised, the rank's traceback added as a note; else None.
+        status: As subprocess has it: 0, an exit status, or minus the signal.
+        late: It was still running at the deadline and was killed.
+    """
+
+    value: Any
+    error: BaseException | None
+    status: int
+    late: bool
+
+
+def run(count: int, body: Body, deadline: float) -> list[Outcome]:
+    """Run ``body(rank, store)`` in ``count`` processes and wait for all of them.
+
+    Args:
+        count: How many ranks.
+        body: Called in each of them. What it returns or raises is pickled; an
+            error that cannot be is replaced by a RuntimeError of its text.
+        deadline: Seconds after which the ranks still running are killed.
+
+    Returns:
+        One outcome a rank, in their order. No process is left.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "store")
+        started: list[tuple[int, int]] = []
+        try:
+            for rank in range(count):
+                started.append(_start(rank, count, body, path))
+            reports = _read_all([pipe for _, pipe in started], deadline)
+        finally:
+            statuses = [_end(pid) for pid, _ in started]
+            for _, pipe in started:
+                os.close(pipe)
+    return [_outcome(*ended) for ended in zip(reports, statuses)]
+
+
+def values(count: int, body: Body, deadline: float) -> list[Any]:
+    """``run`` for ranks that all should return: their values, in order of rank.
+
+    Raises:
+        BaseException: What the lowest failing rank raised.
+        AssertionError: A rank was late, or ended without returning.
+    """
+    outcomes = run(count, body, deadline)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None:
+            outcome.error.add_note(f"(raised on rank {rank})")
+            raise outcome.error
+        assert not outcome.late, f"rank {rank} still ran after {deadline} s"
+        assert outcome.status == 0, f"rank {rank} ended with {outcome.status}"
+    return [outcome.value for outcome in outcomes]
+
+
+def _start(rank: int, count: int, body: Body, path: str) -> tuple[int, int]:
+    """Fork one rank: its process id and the pipe that its report comes from."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reader)
+            # the parent's OpenMP threads do not live here, a pool would hang
+            torch.set_num_threads(1)
+            report, status = _call(rank, body, FileStore(path, count))
+            with os.fdopen(writer, "wb") as pipe:
+                pipe.write(report)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+    os.setpgid(pid, pid)
+    os.close(writer)
+    return pid, reader
+
+
+def _call(rank: int, body: Body, store: Store) -> tuple[bytes, int]:
+    """The pickled (value, error) of one call, and the exit status to end with."""
+    try:
+        return pickle.dumps((body(rank, store), None)), 0
+    except BaseException as error:  # also what ends a process; it is the outcome
+        error.add_note(traceback.format_exc())
+        try:
+            report = pickle.dumps((None, error))
+            pickle.loads(report)
+        except Exception:
+            report = pickle.dumps((None, RuntimeError(traceback.format_exc())))
+        return report, 1
+
+
+def _read_all(pipes: list[int], deadline: float) -> list[bytes | None]:
+    """What each rank wrote before it closed its pipe; None where it never did."""
+    end = time.monotonic() + deadline
+    chunks: dict[int, list[bytes]] = {pipe: [] for pipe in pipes}
+    with selectors.DefaultSelector() as waiting:
+        for pipe in pipes:
+            waiting.register(pipe, selectors.EVENT_READ)
+        while waiting.get_map() and time.monotonic() < end:
+            for key, _ in waiting.select(end - time.monotonic()):
+                chunks[key.fd].append(os.read(key.fd, 1 << 16))
+                if not chunks[key.fd][-1]:
+                    waiting.unregister(key.fd)
+        late = {key.fd for key in waiting.get_map().values()}
+    return [None if pipe in late else b"".join(chunks[pipe]) for pipe in pipes]
+
+
+def _end(pid: int) -> int:
+    """Kill what is left of a rank's process group, and reap the rank."""
+    for _ in range(100):  # one that closed its pipe is about to end by itself
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            break
+        time.sleep(0.001)
+    # not reaped yet, so that the number cannot be another group's by now
+    os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _outcome(report: bytes | None, status: int) -> Outcome:
+    value, error = pickle.loads(report) if report else (None, None)
+    return Outcome(value, error, status, late=report is None)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that may block for good, with a deadline on the host."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from threading import TIMEOUT_MAX, Thread
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+class DeadlineMissed(TimeoutError):
+    """A call has not returned in time; it may still be running."""
+
+    def __init__(self, what: str, seconds: float) -> None:
+        super().__init__(what, seconds)
+        self.what, self.seconds = what, seconds
+
+    def __str__(self) -> str:
+        return f"{self.what} did not end within {self.seconds:g} s"
+
+
+def demand_seconds(seconds: float) -> float:
+    """The number of seconds itself, if a deadline can be that far away.
+
+    Raises:
+        ValueError: It is not above zero, or not finite.
+    """
+    # a NaN fails the comparison as well
+    if not 0 < seconds <= TIMEOUT_MAX:
+        raise ValueError(f"a deadline is a number of seconds above 0, not {seconds!r}")
+    return seconds
+
+
+def run_with_deadline(
+    function: Callable[[], Result],
+    seconds: float,
+    what: str,
+    prelude: Callable[[], object] | None = None,
+) -> Result:
+    """Call a function on a thread of its own, and wait for it only so long.
+
+    A call into NCCL or a socket cannot be cancelled. One that misses its deadline
+    stays behind on a daemon thread; what it returns or raises later is dropped.
+
+    Args:
+        function: What to call.
+        seconds: How long to wait.
+        what: Names the call, in the error and the thread's name.
+        prelude: Called on that thread first, to set its CUDA device.
+
+    Raises:
+        DeadlineMissed: The function or its prelude has not returned in time.
+        ValueError: The deadline is not a positive, finite number of seconds.
+        BaseException: Whatever the two raised, with its traceback. An interrupt
+            of the waiting thread leaves at once, and the call behind.
+    """
+    demand_seconds(seconds)
+    call: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            if prelude is not None:
+                prelude()
+            call.set_result(function())
+        except BaseException as error:
+            call.set_exception(error)
+
+    Thread(target=work, name=what, daemon=True).start()
+    wait((call,), seconds)
+    if not call.done():
+        raise DeadlineMissed(what, seconds)
+    return call.result()

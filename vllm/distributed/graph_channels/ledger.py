@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns which transport, from the first group to the last.
+
+One ledger a process. It knows transports by their Protocol only, and sees to it
+that whatever needs all ranks is begun by all of them, ends for all alike, and is
+never begun again after a rank failed to come. Every collective has a deadline
+on this host; a rank that misses it is told of, not waited for.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
+from vllm.distributed.graph_channels.scope import channel_scope, open_scopes
+from vllm.distributed.graph_channels.together import Group
+from vllm.distributed.graph_channels.transport import (
+    Checkpoint,
+    Checkpoints,
+    Transport,
+)
+from vllm.distributed.graph_channels.vote import GroupClosed
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+@dataclass(eq=False)
+class _Member:
+    """A transport, its group, and the channels that were captured on."""
+
+    transport: Transport
+    group: Group
+    entered: set[ChannelId] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Snapshot:
+    """What was there when a checkpoint was taken; or came, if it came later."""
+
+    members: dict[_Member, tuple[Checkpoint[object], frozenset[ChannelId]]]
+    admitted: frozenset[tuple[Group, ChannelId]]
+
+    def add(self, member: _Member) -> None:
+        state = member.transport.checkpoint(), frozenset(member.entered)
+        self.members[member] = state
+
+
+class Ledger:
+    """The transports of this process, and what all of them do together.
+
+    Every method but ``checkpoint``, ``abandon`` and ``inventory`` is called by
+    all ranks of each group, in the same order.
+
+    Args:
+        deadline: Seconds that a collective may take at start-up.
+        closing_deadline: Seconds that ``close`` may take, all groups together.
+        names_demanded_by: The switch that chose a transport, such as
+            ``VLLM_PCIE_ALLREDUCE_BACKEND=host``: a capture without a name is
+            refused then, whether or not a transport exists yet. None if no
+            transport is on.
+    """
+
+    def __init__(
+        self,
+        *,
+        deadline: float,
+        closing_deadline: float,
+        names_demanded_by: str | None = None,
+    ) -> None:
+        self.names_demanded_by = names_demanded_by
+        self._deadline = deadline
+        self._closing_deadline = closing_deadline
+        self._groups: list[Group] = []
+        self._members: list[_Member] = []
+        # First entries that the groups agreed to, with or without a transport.
+        self._admitted: set[tuple[Group, ChannelId]] = set()
+        self._checkpoints: Checkpoints[_Snapshot] = Checkpoints()
+        self._abandoned: str | None = None
+        self._said: set[_Member] = set()
+
+    def add_group(self, group: Group) -> None:
+        """Let a group's ranks vote on captures, before it has any transport."""
+        if group not in self._groups:
+            self._groups.append(group)
+
+    def register(self, transport: Transport, group: Group) -> None:
+        """Take a transport in; one that two groups share counts once.
+
+        It joins the scopes that are open, and what it allocates from now on is
+        rolled back with the checkpoints that were taken before it came.
+        """
+        if any(member.transport is transport for member in self._members):
+            return
+        self.add_group(group)
+        member = _Member(transport, group)
+        for snapshot in self._checkpoints.honoured():
+            snapshot.add(member)
+        self._members.append(member)
+        for scope in open_scopes():
+            if scope.channel_id is not None and scope.admit == self._admit:
+                self._admit_group(group, scope.channel_id, scope.members)
+
+    def scope(self, channel_id: ChannelId | None) -> AbstractContextManager[None]:
+        """Capture graphs of an owner: every transport moves to its channel.
+
+        The first entry of a channel is collective and ends when all ranks are
+        in and their devices idle; later ones are not, and leaving never is.
+
+        Raises:
+            Refused: A rank passed no name though a transport is on, or could
+                not enter; on every rank, with each rank's reason.
+        """
+        return channel_scope(channel_id, self._admit)
+
+    def prepare(self, channels: Sequence[ChannelId | EagerLane]) -> None:
+        """Allocate channels on every transport, in one order on all ranks."""
+        listed = sorted(set(channels), key=str)
+
+        def allocate(members: Sequence[_Member]) -> None:
+            for member in members:
+                member.transport.prepare(listed)
+
+        subject = f"prepare {', '.join(map(str, listed))}"
+        self._all_groups(
+            lambda group, members: group.together(
+                subject, lambda: allocate(members), self._until()
+            )
+        )
+
+    def checkpoint(self) -> Checkpoint[_Snapshot]:
+        """Note what every transport holds, before a disposable capture. Local.
+
+        Raises:
+            RuntimeError: A capture scope is open.
+        """
+        self._demand_no_scope("a checkpoint")
+        snapshot = _Snapshot({}, frozenset(self._admitted))
+        for member in self._members:
+            snapshot.add(member)
+        return self._checkpoints.take(snapshot)
+
+    def rollback(
+        self,
+        checkpoint: Checkpoint[_Snapshot],
+        failure: BaseException | None = None,
+    ) -> None:
+        """Free what every transport allocated since a checkpoint.
+
+        The graphs captured since then are gone. A rank that does not come
+        before the deadline may be inside a kernel for ever: then nothing is
+        freed, the group's channels are given up for good, and that is all.
+
+        Args:
+            checkpoint: Of this ledger, not spent, taken outside any scope.
+            failure: What the capture raised. A rollback that fails too is
+                attached to it as a note and not raised in its place.
+
+        Raises:
+            CheckpointError: Another ledger's, or spent; nothing was touched.
+            RuntimeError: A capture scope is open.
+        """
+        self._demand_no_scope("a rollback")
+        snapshot = self._checkpoints.spend(checkpoint)
+        if self._abandoned is not None:
+            return
+        until = self._until()
+        try:
+            self._all_groups(
+                lambda group, members: self._roll_back(group, members, snapshot, until)
+            )
+        except BaseException as error:
+            if failure is None:
+                raise
+            failure.add_note(f"Rolling its channels back failed too: {error}")
+
+    def close(self) -> None:
+        """Free all transports of all groups, before any group is destroyed.
+
+        May be called again: what failed is tried again, what is closed is left.
+        A transport that cannot be closed stays owned until the process ends.
+        """
+        until = time.monotonic() + self._closing_deadline
+        for member in reversed(self._members if self._abandoned is None else ()):
+            try:
+                member.group.together(
+                    f"close {member.transport.label}",
+                    member.transport.close,
+                    until,
+                    closing=True,
+                )
+                self._members.remove(member)
+            except Exception as error:
+                self._say_kept(member, error)
+
+    def abandon(self, reason: str) -> None:
+        """Begin nothing collective from now on. Local; said once.
+
+        Args:
+            reason: What happened, as the user will read it.
+        """
+        if self._abandoned is None:
+            self._abandoned = reason
+            if self._members:
+                logger.warning(
+                    "Graph channels are left to the end of the process: %s", reason
+                )
+
+    def inventory(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes on this rank, by transport and channel. Local."""
+        return {
+            member.transport.label: {
+                str(name): size for name, size in member.transport.inventory().items()
+            }
+            for member in self._members
+        }
+
+    def _admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
+        """Let every transport take part in a scope that is being opened."""
+        if self._abandoned is not None:
+            raise GroupClosed(f"no capture begins any more: {self._abandoned}")
+        if channel_id is None:
+            self._refuse_if_names_are_demanded()
+            return
+        for group in self._groups:
+            self._admit_group(group, channel_id, members)
+
+    def _refuse_if_names_are_demanded(self) -> None:
+        if self.names_demanded_by is None:
+            return
+        reason = (
+            f"a capture without a channel_id, with {self.names_demanded_by}; pass "
+            "graph_capture(..., channel_id=ChannelId(owner, phase))"
+        )
+        for group in self._groups:
+            group.agree("capture", self._until(), error=reason)
+        raise ValueError(reason)
+
+    def _admit_group(
+        self, group: Group, channel_id: ChannelId, members: ExitStack
+    ) -> None:
+        there = self._members_of(group)
+        fresh = [member for member in there if channel_id not in member.entered]
+        first = self.names_demanded_by and (group, channel_id) not in self._admitted
+        if fresh or first:
+            self._enter_together(group, channel_id, fresh, members)
+        for member in there:
+            if member not in fresh:
+                members.enter_context(member.transport.capture(channel_id))
+
+    def _enter_together(
+        self,
+        group: Group,
+        channel_id: ChannelId,
+        fresh: Sequence[_Member],
+        members: ExitStack,
+    ) -> None:
+        # Asked for on this thread, whose current stream is the scope's.
+        scopes = [member.transport.capture(channel_id) for member in fresh]
+        with ExitStack() as entered:
+
+            def enter() -> None:
+                for scope in scopes:
+                    entered.enter_context(scope)
+                for member in fresh:
+                    member.transport.synchronize()
+
+            group.together(f"capture on {channel_id}", enter, self._until())
+            members.enter_context(entered.pop_all())
+        self._admitted.add((group, channel_id))
+        for member in fresh:
+            member.entered.add(channel_id)
+
+    def _roll_back(
+        self,
+        group: Group,
+        members: Sequence[_Member],
+        snapshot: _Snapshot,
+        until: float,
+    ) -> None:
+        def free() -> None:
+            for member in members:
+                member.transport.synchronize()
+            for member in reversed(members):
+                member.transport.rollback(snapshot.members[member][0])
+
+        # A rank that failed comes here while another goes on to its next owner,
+        # is refused there, and comes here too.
+        group.together("roll back", free, until, insist=True)
+        self._admitted -= {
+            (where, channel_id)
+            for where, channel_id in self._admitted - snapshot.admitted
+            if where is group
+        }
+        for member in members:
+            member.entered = set(snapshot.members[member][1])
+
+    def _all_groups(self, act: Callable[[Group, Sequence[_Member]], None]) -> None:
+        """Act in each group that has transports, whatever becomes of the others."""
+        errors = []
+        for group in self._groups:
+            members = self._members_of(group)
+            if members:
+                try:
+                    act(group, members)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(str(other))
+            raise errors[0]
+
+    def _members_of(self, group: Group) -> list[_Member]:
+        return [member for member in self._members if member.group is group]
+
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline
+
+    def _demand_no_scope(self, what: str) -> None:
+        if any(scope.admit == self._admit for scope in open_scopes()):
+            raise RuntimeError(f"{what} inside a capture scope; leave the scope first")
+
+    def _say_kept(self, member: _Member, error: Exception) -> None:
+        if member not in self._said:
+            self._said.add(member)
+            logger.error(
+                "%s is not closed and keeps its memory until the process ends: %s",
+                member.transport.label,
+                error,
+            )
