@@ -13,7 +13,7 @@ WEIGHTS := build/weights
 SOURCES := pyproject.toml constraints.txt \
 	$(shell find series vllm -type f -not -path '*/__pycache__/*')
 
-.PHONY: run test lint tree install clean
+.PHONY: run test lint tree install preflight clean
 .DELETE_ON_ERROR:
 
 run: install $(WEIGHTS)
@@ -38,8 +38,11 @@ install: $(VENV)/installed
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
 
-$(VENV)/made: constraints.txt
+# What is missing is said all at once, before anything is downloaded.
+preflight:
 	@$(PYTHON) -m series.preflight $(VENV)
+
+$(VENV)/made: constraints.txt | preflight
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) pip
 	touch $@
@@ -47,7 +50,6 @@ $(VENV)/made: constraints.txt
 # Byte code in parallel afterwards, and not by pip: half the time. Some packages
 # ship templates that are not Python, hence the leading dash.
 $(VENV)/installed: $(VENV)/made $(SOURCES)
-	@$(PYTHON) -m series.preflight $(VENV)
 	@echo "installing vLLM and what it needs into $(VENV); minutes, the first time"
 	$(PIP) --no-compile '.[b12x]' --group test
 	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib

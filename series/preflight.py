@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from series.environment import Fault, foreign_vllm
@@ -22,8 +22,9 @@ from series.environment import Fault, foreign_vllm
 _GIB = 1 << 30
 _PYTHONS = ((3, 11), (3, 12))
 # The environment takes 4 GiB, the wheels and pip's cache 2; a torch that is not
-# a CPU build takes 5 more.
-_DISK = 12 * _GIB
+# a CPU build takes 5 more. Once made, little is written beside a new wheel.
+_DISK_FIRST = 12 * _GIB
+_DISK_AGAIN = 2 * _GIB
 # Two servers with their queues between processes take 1.1 GiB while they run.
 _SHARED_MEMORY = 2 * _GIB
 _COMPILERS = ("g++", "clang++", "c++")
@@ -47,9 +48,13 @@ def find_faults(venv: Path) -> Iterator[Fault]:
     Args:
         venv: The environment that is about to be made or used again.
     """
-    for check in _CHECKS:
-        yield from check()
-    yield from _environments(venv)
+    yield from python_version()
+    yield from venv_module()
+    yield from compiler()
+    yield from free_disk(venv)
+    yield from temporary_folder()
+    yield from shared_memory()
+    yield from environments(venv)
 
 
 def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Fault]:
@@ -84,12 +89,13 @@ def compiler() -> Iterator[Fault]:
         )
 
 
-def free_disk(path: Path = Path()) -> Iterator[Fault]:
+def free_disk(venv: Path) -> Iterator[Fault]:
     """Where the environment and the wheels go."""
-    free = shutil.disk_usage(path).free
-    if free < _DISK:
+    need = _DISK_AGAIN if venv.exists() else _DISK_FIRST
+    free = shutil.disk_usage(venv.absolute().parent).free
+    if free < need:
         yield Fault(
-            f"{_DISK // _GIB} GiB free on the disk of this folder",
+            f"{need // _GIB} GiB free on the disk of {venv}",
             f"{free / _GIB:.1f} GiB",
             "make room, for instance with: make clean; python3 -m pip cache purge",
         )
@@ -125,17 +131,7 @@ def temporary_folder() -> Iterator[Fault]:
         )
 
 
-_CHECKS: tuple[Callable[[], Iterator[Fault]], ...] = (
-    python_version,
-    venv_module,
-    compiler,
-    free_disk,
-    temporary_folder,
-    shared_memory,
-)
-
-
-def _environments(venv: Path) -> Iterator[Fault]:
+def environments(venv: Path) -> Iterator[Fault]:
     """Another vLLM in the environment to be used, or in an active one."""
     active = os.environ.get("VIRTUAL_ENV")
     folders = [venv] if active is None else [venv, Path(active)]

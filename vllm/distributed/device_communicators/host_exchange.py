@@ -113,7 +113,7 @@ class Exchange:
         with ExitStack() as sockets:
             listener = sockets.enter_context(_socket())
             listener.bind(b"\0" + address)
-            listener.listen(self._world)
+            listener.listen()
             store.set(key, Record.ADDRESS.pack(address, token))
             peers: dict[int, socket.socket] = {}
             while missing := [r for r in range(1, self._world) if r not in peers]:

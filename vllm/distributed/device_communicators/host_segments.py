@@ -88,20 +88,20 @@ class HostChannel:
         self._demand_segment(fd)
         self._record = ChannelRecord()
         self._memory = mmap.mmap(fd, self.bytes)
-        view = ctypes.c_char.from_buffer(self._memory)
+        # keeps release() from pulling the memory away under the library
+        self._view: ctypes.c_char | None = ctypes.c_char.from_buffer(self._memory)
         status = library().hc_attach(
-            self._record, ctypes.addressof(view), world, rank, slot_bytes
+            self._record, ctypes.addressof(self._view), world, rank, slot_bytes
         )
         if status != Status.OK:
             magic, version, *shape = _HEADER.unpack_from(self._memory)
+            self.release()
             raise HostChannelError(
                 f"rank {rank} was passed a segment for {name} that it cannot use "
                 f"({Status(status).name}): its header says {magic!r}, version "
                 f"{version}, world and slot bytes {shape}, expected are {world} and "
                 f"{slot_bytes}; run the same build with the same settings on all ranks"
             )
-        # keeps close() from pulling the memory away under the library
-        self._view: ctypes.c_char | None = view
 
     def run(self, operation: HostOperation, deadline: float) -> None:
         """Do an operation together with the other ranks.

@@ -20,16 +20,10 @@ class DeadlineMissed(TimeoutError):
         return f"{self.what} did not end within {self.seconds:g} s"
 
 
-def demand_seconds(seconds: float) -> float:
-    """The number of seconds itself, if a deadline can be that far away.
-
-    Raises:
-        ValueError: It is not above zero, or not finite.
-    """
-    # a NaN fails the comparison as well
-    if not 0 < seconds <= TIMEOUT_MAX:
+def demand_seconds(seconds: float) -> None:
+    """Raise a ValueError unless a deadline can be so many seconds away."""
+    if not 0 < seconds <= TIMEOUT_MAX:  # which a NaN fails as well
         raise ValueError(f"a deadline is a number of seconds above 0, not {seconds!r}")
-    return seconds
 
 
 def run_with_deadline(
@@ -42,6 +36,8 @@ def run_with_deadline(
 
     A call into NCCL or a socket cannot be cancelled. One that misses its deadline
     stays behind on a daemon thread; what it returns or raises later is dropped.
+    A native call that returns while the interpreter shuts down aborts the process:
+    whoever left one behind had better end with ``os._exit``.
 
     Args:
         function: What to call.

@@ -13,7 +13,12 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
-from vllm.distributed.graph_channels.scope import channel_scope, open_scopes
+from vllm.distributed.graph_channels.scope import (
+    Admission,
+    channel_scope,
+    no_transports,
+    open_scopes,
+)
 from vllm.distributed.graph_channels.together import Group
 from vllm.distributed.graph_channels.transport import (
     Checkpoint,
@@ -45,6 +50,9 @@ class _Snapshot:
     def add(self, member: _Member) -> None:
         state = member.transport.checkpoint(), frozenset(member.entered)
         self.members[member] = state
+
+
+GraphChannelsCheckpoint = Checkpoint[_Snapshot]
 
 
 class Ledger:
@@ -85,21 +93,34 @@ class Ledger:
         if group not in self._groups:
             self._groups.append(group)
 
-    def register(self, transport: Transport, group: Group) -> None:
+    def register(
+        self, transport: Transport, group: Group, lanes: Sequence[EagerLane] = ()
+    ) -> None:
         """Take a transport in; one that two groups share counts once.
 
-        It joins the scopes that are open, and what it allocates from now on is
-        rolled back with the checkpoints that were taken before it came.
+        It joins the scopes that are open. What it allocates from now on, but for
+        its eager lanes, is rolled back with the checkpoints that are older.
+
+        Args:
+            transport: Closed by this ledger from now on.
+            group: The ranks that share it, all of which register theirs.
+            lanes: Prepared at once, for what runs outside any scope.
         """
         if any(member.transport is transport for member in self._members):
             return
         self.add_group(group)
         member = _Member(transport, group)
+        if lanes:
+            group.together(
+                f"prepare {', '.join(map(str, lanes))}",
+                lambda: transport.prepare(lanes),
+                self._until(),
+            )
         for snapshot in self._checkpoints.honoured():
             snapshot.add(member)
         self._members.append(member)
         for scope in open_scopes():
-            if scope.channel_id is not None and scope.admit == self._admit:
+            if scope.channel_id is not None and scope.admit == self.admit:
                 self._admit_group(group, scope.channel_id, scope.members)
 
     def scope(self, channel_id: ChannelId | None) -> AbstractContextManager[None]:
@@ -112,7 +133,7 @@ class Ledger:
             Refused: A rank passed no name though a transport is on, or could
                 not enter; on every rank, with each rank's reason.
         """
-        return channel_scope(channel_id, self._admit)
+        return channel_scope(channel_id, self.admit)
 
     def prepare(self, channels: Sequence[ChannelId | EagerLane]) -> None:
         """Allocate channels on every transport, in one order on all ranks."""
@@ -129,7 +150,7 @@ class Ledger:
             )
         )
 
-    def checkpoint(self) -> Checkpoint[_Snapshot]:
+    def checkpoint(self) -> GraphChannelsCheckpoint:
         """Note what every transport holds, before a disposable capture. Local.
 
         Raises:
@@ -143,7 +164,7 @@ class Ledger:
 
     def rollback(
         self,
-        checkpoint: Checkpoint[_Snapshot],
+        checkpoint: GraphChannelsCheckpoint,
         failure: BaseException | None = None,
     ) -> None:
         """Free what every transport allocated since a checkpoint.
@@ -216,8 +237,8 @@ class Ledger:
             for member in self._members
         }
 
-    def _admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
-        """Let every transport take part in a scope that is being opened."""
+    def admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
+        """Let every transport take part in a scope: see ``scope.Admission``."""
         if self._abandoned is not None:
             raise GroupClosed(f"no capture begins any more: {self._abandoned}")
         if channel_id is None:
@@ -318,7 +339,7 @@ class Ledger:
         return time.monotonic() + self._deadline
 
     def _demand_no_scope(self, what: str) -> None:
-        if any(scope.admit == self._admit for scope in open_scopes()):
+        if any(scope.admit == self.admit for scope in open_scopes()):
             raise RuntimeError(f"{what} inside a capture scope; leave the scope first")
 
     def _say_kept(self, member: _Member, error: Exception) -> None:
@@ -329,3 +350,8 @@ class Ledger:
                 member.transport.label,
                 error,
             )
+
+
+def admission(ledger: Ledger | None) -> Admission:
+    """How transports take part in a scope, with or without a ledger."""
+    return no_transports if ledger is None else ledger.admit

@@ -30,8 +30,7 @@ from vllm.distributed.graph_channels.deadline import demand_seconds, run_with_de
 MAX_RANKS = 64
 
 _VERSION = 1
-_SUBJECT_BYTES = 128
-_ERROR_BYTES = 384
+_SUBJECT_BYTES, _ERROR_BYTES = 128, 384
 # version; voter; whether there is an error; lengths of the texts; the texts
 _BALLOT = struct.Struct(f"<H16s?HH{_SUBJECT_BYTES}s{_ERROR_BYTES}s")
 # version; verdict; ranks that had not voted; ranks with an error
@@ -39,8 +38,7 @@ _RULING = struct.Struct("<H9sQQ")
 
 _POLL_SECONDS = 0.001
 # So much of a deadline, but no more, is kept for writing and reading a verdict.
-_RESERVED_SHARE = 0.25
-_RESERVED_SECONDS = 2.0
+_RESERVED_SHARE, _RESERVED_SECONDS = 0.25, 2.0
 
 
 class Store(Protocol):
@@ -159,8 +157,7 @@ class Electorate:
             )
         self._store, self._name = store, name
         self._rank, self._size = rank, size
-        self._voter = token_bytes(16)
-        self._votes = 0
+        self._voter, self._votes = token_bytes(16), 0
         self._closed: str | None = None
 
     def vote(
@@ -168,8 +165,7 @@ class Electorate:
     ) -> Outcome:
         """Vote, and wait for the verdict. All ranks call it, in the same order.
 
-        Different subjects are refused. In a text that is too long, a checksum
-        stands for the end.
+        Different subjects are refused. A text that is too long ends in a checksum.
 
         Args:
             subject: What to do next, the same on all ranks.

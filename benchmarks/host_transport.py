@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All-reduce over a host channel, beside gloo and vLLM's own shared memory.
+
+Run as ``python -m benchmarks.host_transport [--ranks N] [--calls N]`` with the
+built vLLM installed. Prints a Markdown table of medians of ratios: within every
+call the ways take turns on the same tensor, each rank has one thread, and rank
+0's clock counts. A second table has what the ledger adds to the bare transport.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+
+import torch
+from torch import distributed
+from torch.distributed import PrefixStore, Store
+
+from tests import ranks
+from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.distributed.device_communicators.host_channels import HostChannels
+from vllm.distributed.device_communicators.host_reduction import reduce_over
+from vllm.distributed.graph_channels.identity import (
+    ChannelId,
+    EagerLane,
+    Owner,
+    Phase,
+)
+from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.together import Group
+from vllm.distributed.graph_channels.vote import Electorate
+from vllm.platforms import current_platform
+
+SIZES = [1 << power for power in range(10, 23)]
+TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
+LAST_SECONDS = 300.0
+
+Way = Callable[[torch.Tensor], object]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="2 to 8")
+    parser.add_argument("--calls", type=int, default=500, help="per size and way")
+    given = parser.parse_args(arguments)
+    current_platform.import_kernels()  # before the fork, so that it is paid once
+
+    def body(rank: int, store: Store) -> tuple[list[list[float]], list[float]]:
+        return measure(rank, given.ranks, given.calls, store)
+
+    by_size, overheads = ranks.values(given.ranks, body, LAST_SECONDS)[0]
+    print(
+        f"{given.ranks} ranks with one thread each, {os.cpu_count()} cores, "
+        f"{platform.machine()}, torch {torch.__version__}, float32, median of "
+        f"{given.calls} calls\n\n"
+        "| bytes | gloo / host | vLLM shm / host |\n|---:|---:|---:|"
+    )
+    for size, ratios in zip(SIZES, by_size):
+        print(f"| {size} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
+    print(
+        "\n| with the ledger / bare transport | ratio |\n|---|---:|\n"
+        f"| eager all-reduce of {SIZES[0]} bytes, as vLLM's op | {overheads[0]:.2f} |\n"
+        f"| entering a scope again | {overheads[1]:.2f} |"
+    )
+
+
+def measure(
+    rank: int, world: int, calls: int, store: Store
+) -> tuple[list[list[float]], list[float]]:
+    """One rank's part; the ratios of each size, and those of the ledger."""
+    distributed.init_process_group(
+        "gloo", store=PrefixStore("gloo", store), rank=rank, world_size=world
+    )
+    transport = HostChannels(
+        "benchmark", rank, world, PrefixStore("host", store), max_bytes=SIZES[-1]
+    )
+    transport.prepare([EagerLane.ALLREDUCE, TARGET])
+    stand_in = SimpleNamespace(
+        unique_name="tp:0",
+        ranks=list(range(world)),
+        rank=rank,
+        world_size=world,
+        device_group=distributed.group.WORLD,
+        dist_module=distributed,
+        host_channels=None,
+    )
+    os.environ["VLLM_DIST_IDENT"] = f"benchmark-{os.getppid()}"
+    shared_memory = _CPUSHMDistributed(stand_in)
+
+    def host(tensor: torch.Tensor) -> object:
+        return transport.all_reduce(tensor, out=tensor)
+
+    def as_op(tensor: torch.Tensor) -> object:
+        return torch.ops.vllm.host_channels_all_reduce(tensor, "tp:0")
+
+    ways: list[Way] = [host, distributed.all_reduce, shared_memory.all_reduce]
+    by_size = [compare(ways, size, world, calls) for size in SIZES]
+    reduce_over(transport, stand_in)
+    eager = compare([host, as_op], SIZES[0], world, calls)
+    return by_size, [*eager, scope_overhead(transport, rank, world, calls, store)]
+
+
+def compare(ways: Sequence[Way], size: int, world: int, calls: int) -> list[float]:
+    """Median time of each further way, in times of the first one's."""
+    tensor = torch.empty(size // 4)
+    times: list[list[float]] = [[] for _ in ways]
+    for call in range(calls + calls // 10):
+        for way, taken in zip(ways, times):
+            tensor.fill_(1)
+            distributed.barrier()
+            start = time.perf_counter()
+            way(tensor)
+            if call >= calls // 10:  # the first tenth warms up
+                taken.append(time.perf_counter() - start)
+            assert torch.all(tensor == world), way
+    return _ratios(times)
+
+
+def scope_overhead(
+    transport: HostChannels, rank: int, world: int, calls: int, store: Store
+) -> float:
+    """What a scope of the ledger costs when entered again, in bare scopes."""
+    ledger = Ledger(deadline=30.0, closing_deadline=30.0)
+    electorate = Electorate(PrefixStore("votes", store), rank, world, "tp:0")
+    ledger.register(transport, Group("tp:0", electorate))
+    scopes: list[Callable[[ChannelId], AbstractContextManager[None]]]
+    scopes = [transport.capture, ledger.scope]
+    times: list[list[float]] = [[] for _ in scopes]
+    for call in range(1 + calls):
+        for scope, taken in zip(scopes, times):
+            start = time.perf_counter()
+            with scope(TARGET):
+                pass
+            if call:  # the first entry waits for all ranks
+                taken.append(time.perf_counter() - start)
+    return _ratios(times)[0]
+
+
+def _ratios(times: Sequence[Sequence[float]]) -> list[float]:
+    """The medians of the ratios to the first, call by call."""
+    first, *others = times
+    return [
+        statistics.median(ours / base for ours, base in zip(other, first))
+        for other in others
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The switches of graph channels, read from ``vllm.envs`` and checked at once.
+
+``envs.py`` declares them; what a value means, and which are refused, stands here.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from enum import Enum, unique
+
+import vllm.envs as envs
+
+_UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_BYTES = re.compile(r"(\d{1,12}) ?([KMG]?B)?", re.IGNORECASE)
+_MOST_BYTES = 1 << 30
+
+_STARTUP_SECONDS = 30.0
+_SHUTDOWN_SECONDS = 1.0
+_MOST_SECONDS = 3600.0
+
+
+@unique
+class Backend(Enum):
+    """What reduces over graph channels."""
+
+    CPP = "cpp"
+    """vLLM's own custom all-reduce: no graph channels."""
+
+    B12X = "b12x"
+    """The b12x package's PCIe pools, on CUDA."""
+
+    HOST = "host"
+    """Shared memory of one machine, on the CPU."""
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The switches of this process.
+
+    Attributes:
+        backend: What reduces.
+        all_reduce_bytes: Largest tensor that is reduced over a channel; 0 for none.
+        startup_seconds: How long a collective may take at start-up.
+        shutdown_seconds: How long all of them together may take at shutdown.
+    """
+
+    backend: Backend
+    all_reduce_bytes: int
+    startup_seconds: float
+    shutdown_seconds: float
+
+
+def read_switches() -> Switches:
+    """The switches as the environment has them.
+
+    Raises:
+        ValueError: One has a value of another form; the message says which form.
+    """
+    startup = _seconds("VLLM_GRAPH_CHANNELS_DEADLINE", _STARTUP_SECONDS)
+    return Switches(
+        backend=Backend(envs.VLLM_PCIE_ALLREDUCE_BACKEND),
+        all_reduce_bytes=_bytes("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"),
+        startup_seconds=startup,
+        shutdown_seconds=min(startup, _SHUTDOWN_SECONDS),
+    )
+
+
+def _bytes(name: str) -> int:
+    text = getattr(envs, name)
+    match = _BYTES.fullmatch(text.strip())
+    size = int(match[1]) * _UNITS[(match[2] or "").upper()] if match else None
+    if size is None or size > _MOST_BYTES:
+        raise ValueError(
+            f"{name}={text!r}: expected a number of bytes such as 65536, 64KB or 1MB, "
+            "at most 1GB, or 0 for off"
+        )
+    return size
+
+
+def _seconds(name: str, default: float) -> float:
+    text = getattr(envs, name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(
+            f"{name}={text!r}: expected a number of seconds above 0, at most "
+            f"{_MOST_SECONDS:g}"
+        )
+    return seconds
