@@ -17,7 +17,8 @@ from typing import Self
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ANSWER_SECONDS = 60.0
-_STOP_SECONDS = 30.0
+# It takes a second or two, but while it starts it does not listen.
+_STOP_SECONDS = 10.0
 _KILL_SECONDS = 15.0
 _LOG_LINES = 25
 

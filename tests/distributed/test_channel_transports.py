@@ -9,7 +9,6 @@ import torch
 
 import vllm.envs as envs
 from tests import ranks
-from vllm.compilation.counter import compilation_counter  # noqa: F401
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import host_library
@@ -21,6 +20,9 @@ COVERS = (
     "vllm/distributed/parallel_state.py",
     "vllm/distributed/device_communicators/cpu_communicator.py",
 )
+
+# Imports here, once, what every forked rank would import for itself.
+VllmConfig()
 
 BACKEND = "VLLM_PCIE_ALLREDUCE_BACKEND"
 LANE = str(EagerLane.ALLREDUCE)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m vllm.distributed.graph_channels demo` says what happened."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from vllm.distributed.graph_channels import demo
+from vllm.distributed.graph_channels.__main__ import main
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_whole_life_goes_well(world, capfd):  # R-B1, R-C2, R-D1, R-F2
+    before = set(os.listdir("/dev/shm"))
+    assert main(["demo", "--ranks", str(world), "--rounds", "50"]) == 0
+    printed = capfd.readouterr().out
+    assert "names and bytes are as before" in printed
+    rows = [line.split() for line in printed.splitlines() if line.startswith("  vllm:")]
+    assert [(row[0], row[3], row[4]) for row in rows] == [
+        (name, "50", "0")
+        for name in (
+            "vllm:eager:allreduce",
+            "vllm:draft:production",
+            "vllm:encoder:production",
+            "vllm:target:production",
+        )
+    ]
+    assert "every sum was right, nothing is left" in printed
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_wrong_sum_is_told(capfd, monkeypatch):
+    value = demo._Rank._value
+    monkeypatch.setattr(
+        demo._Rank, "_value", lambda self, weight, turn: value(self, weight, turn) + 1
+    )
+    assert demo.run(2, 10) == 1
+    assert "NOT as it should be" in capfd.readouterr().out
+
+
+def test_a_rank_that_dies_is_told(capfd, monkeypatch):
+    def die(self):
+        if self.rank == 1:
+            os._exit(3)
+
+    monkeypatch.setattr(demo._Rank, "profile", die)
+    monkeypatch.setattr(demo, "_DEADLINE", 1.0)
+    assert demo.run(2, 10) == 1
+    said = capfd.readouterr()
+    assert "a rank ended before its time" in said.err
+    assert "rank 0: " in said.err
+    assert "NOT as it should be" in said.out
+
+
+def test_what_stays_allocated_is_told(capfd, monkeypatch):
+    monkeypatch.setattr("vllm.distributed.graph_channels.ledger.Ledger.close", id)
+    assert demo.run(2, 10) == 1
+    assert "NOT as it should be" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["demo", "--ranks", "1"], "invalid choice"),
+        (["demo", "--ranks", "9"], "invalid choice"),
+        (["demo", "--rounds", "0"], "'0' is not a number from 1 to"),
+        (["demo", "--rounds", "x"], "'x' is not a number from 1 to"),
+        ([], "COMMAND"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, words, capfd):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert words in capfd.readouterr().err
+
+
+def test_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.distributed.graph_channels", "demo", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "without a GPU" in done.stdout
