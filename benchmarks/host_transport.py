@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce over a host channel, beside gloo and vLLM's own shared memory.
 
-Run as ``python -m benchmarks.host_transport [--ranks N] [--calls N]`` with the
-built vLLM installed. Prints a Markdown table of medians of ratios: within every
-call the ways take turns on the same tensor, each rank has one thread, and rank
-0's clock counts. A second table has what the ledger adds to the bare transport.
+Run as ``python -m benchmarks.host_transport [--ranks N] [--rounds N]`` with the
+built vLLM installed. Prints a Markdown table of medians of ratios: in every round
+the ways take turns on the same tensor, with a few calls in a row; each rank has
+one thread, and rank 0's clock counts. A second table has what the ledger adds to
+the bare transport.
 
 vLLM's own communicator is in its library for AVX-512 and not in that for AVX2;
 where it is missing, vLLM reduces over gloo, and the table has no figures for it.
@@ -41,7 +42,8 @@ from vllm.platforms import current_platform
 
 SIZES = [1 << power for power in range(10, 23)]
 TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
-LAST_SECONDS = 300.0
+IN_A_ROW = 10
+LAST_SECONDS = 600.0
 
 Way = Callable[[torch.Tensor], object]
 
@@ -63,18 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="2 to 8")
-    parser.add_argument("--calls", type=int, default=500, help="per size and way")
+    parser.add_argument("--rounds", type=int, default=200, help="per size")
     given = parser.parse_args(arguments)
     current_platform.import_kernels()  # before the fork, so that it is paid once
 
     def body(rank: int, store: Store) -> tuple[list[list[float]], list[float]]:
-        return measure(rank, given.ranks, given.calls, store)
+        return measure(rank, given.ranks, given.rounds, store)
 
     by_size, overheads = ranks.values(given.ranks, body, LAST_SECONDS)[0]
     print(
         f"{given.ranks} ranks with one thread each, {os.cpu_count()} cores, "
         f"{platform.machine()}, torch {torch.__version__}, float32, median of "
-        f"{given.calls} calls\n\n"
+        f"{given.rounds} rounds of {IN_A_ROW} calls\n\n"
         "| bytes | gloo / host | vLLM shm / host |\n|---:|---:|---:|"
     )
     for size, (gloo, *shm) in zip(SIZES, by_size):
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    rank: int, world: int, calls: int, store: Store
+    rank: int, world: int, rounds: int, store: Store
 ) -> tuple[list[list[float]], list[float]]:
     """One rank's part; the ratios of each size, and those of the ledger."""
     distributed.init_process_group(
@@ -109,30 +111,31 @@ def measure(
     if hasattr(torch.ops._C, "init_shm_manager"):
         os.environ["VLLM_DIST_IDENT"] = f"benchmark-{os.getppid()}"
         ways.append(_CPUSHMDistributed(stand_in).all_reduce)
-    by_size = [compare(ways, size, world, calls) for size in SIZES]
+    by_size = [compare(ways, size, world, rounds) for size in SIZES]
     reduce_over(transport, stand_in)
-    eager = compare([host, as_op], SIZES[0], world, calls)
-    return by_size, [*eager, scope_overhead(transport, rank, world, calls, store)]
+    eager = compare([host, as_op], SIZES[0], world, rounds)
+    return by_size, [*eager, scope_overhead(transport, rank, world, rounds, store)]
 
 
-def compare(ways: Sequence[Way], size: int, world: int, calls: int) -> list[float]:
+def compare(ways: Sequence[Way], size: int, world: int, rounds: int) -> list[float]:
     """Median time of each further way, in times of the first one's."""
     tensor = torch.empty(size // 4)
     times: list[list[float]] = [[] for _ in ways]
-    for call in range(calls + calls // 10):
+    for turn in range(rounds + rounds // 10):
         for way, taken in zip(ways, times):
             tensor.fill_(1)
             distributed.barrier()
             start = time.perf_counter()
-            way(tensor)
-            if call >= calls // 10:  # the first tenth warms up
+            for _ in range(IN_A_ROW):
+                way(tensor)
+            if turn >= rounds // 10:  # the first tenth warms up
                 taken.append(time.perf_counter() - start)
-            assert torch.all(tensor == world), way
+            assert torch.all(tensor == world**IN_A_ROW), way
     return _ratios(times)
 
 
 def scope_overhead(
-    transport: HostChannels, rank: int, world: int, calls: int, store: Store
+    transport: HostChannels, rank: int, world: int, rounds: int, store: Store
 ) -> float:
     """What a scope of the ledger costs when entered again, in bare scopes."""
     ledger = Ledger(deadline=30.0, closing_deadline=30.0)
@@ -141,18 +144,18 @@ def scope_overhead(
     scopes: list[Callable[[ChannelId], AbstractContextManager[None]]]
     scopes = [transport.capture, ledger.scope]
     times: list[list[float]] = [[] for _ in scopes]
-    for call in range(1 + calls):
+    for turn in range(1 + rounds):
         for scope, taken in zip(scopes, times):
             start = time.perf_counter()
             with scope(TARGET):
                 pass
-            if call:  # the first entry waits for all ranks
+            if turn:  # the first entry waits for all ranks
                 taken.append(time.perf_counter() - start)
     return _ratios(times)[0]
 
 
 def _ratios(times: Sequence[Sequence[float]]) -> list[float]:
-    """The medians of the ratios to the first, call by call."""
+    """The medians of the ratios to the first, round by round."""
     first, *others = times
     return [
         statistics.median(ours / base for ours, base in zip(other, first))

@@ -21,8 +21,9 @@ void add_up(const char* const* slots, uint32_t world,
       auto* part =
           reinterpret_cast<const typename Format::Stored*>(slots[rank]) + start;
       for (uint64_t i = 0; i < block; ++i) {
+        const float number = Format::load(part[i]);
         // starting from 0 would turn a sum of negative zeros into a positive
-        sums[i] = rank ? sums[i] + Format::load(part[i]) : Format::load(part[i]);
+        sums[i] = rank ? sums[i] + number : number;
       }
     }
     for (uint64_t i = 0; i < block; ++i) {

@@ -5,13 +5,13 @@
 // In generation g a rank writes its slot g % 2, publishes g, waits until every
 // peer has published g or more, and reads the peers' slots g % 2.
 //
-// Why two slots suffice. Rank p writes the slot of g again in generation g + 2,
-// so it has finished g + 1, so it saw every rank publish g + 1. Rank r publishes
-// g + 1 only after it finished g, that is, after its last read of p's slot of g.
-// So each such read comes before p's next write to that slot; and it does so for
-// the memory model too, as r's release store of g + 1 orders the reads before
-// it, and p's acquire load of that value orders the write after it. One slot
-// would not do: p may be in g + 1 while r still reads what p wrote in g.
+// Why two slots suffice. Rank p writes its slot of g again in generation g + 2,
+// so it finished g + 1, and saw every rank publish g + 1. Rank r does that only
+// after it finished g, that is, after its last read of p's slot of g. So each
+// such read comes before p's next write to that slot; and it does so for the
+// memory model too, as r's release store of g + 1 orders the reads before it,
+// and p's acquire load of that value orders the write after it. One slot would
+// not do: p may be in g + 1 while r still reads what p wrote in g.
 // The operations beside the generation have two places for the same reason.
 //
 // The generations are counted in the segment, by what is executed. So two ranks
@@ -50,9 +50,8 @@ int run(hc_channel& channel, const hc_operation& operation, uint64_t bytes,
   // only this rank writes its own generation, and only with the turn held
   const uint64_t generation = signal_of(channel, channel.rank).generation + 1;
   write(slot_of(channel, channel.rank, generation));
-  if (int failure = meet_peers(channel, generation, operation, deadline, fault)) {
-    return failure;
-  }
+  int failure = meet_peers(channel, generation, operation, deadline, fault);
+  if (failure) return failure;
   const char* slots[HC_MAX_WORLD];
   for (uint32_t rank = 0; rank < channel.world; ++rank) {
     slots[rank] = slot_of(channel, rank, generation);

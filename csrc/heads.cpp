@@ -41,8 +41,8 @@ struct Weights {
     }
     // the largest part has the power 1, so the sum is 0 only if none is finite
     for (uint32_t rank = 0; sum > 0 && rank < world; ++rank) of[rank] /= sum;
-    combined_lse = sum > 0 ? largest + (base_two ? std::log2(sum) : std::log(sum))
-                           : largest;
+    const float log_sum = base_two ? std::log2(sum) : std::log(sum);
+    combined_lse = sum > 0 ? largest + log_sum : largest;
   }
 };
 

@@ -88,8 +88,8 @@ HC_EXPORT int hc_close(hc_channel* channel, double seconds);
 // Returns once every rank has called it.
 HC_EXPORT int hc_barrier(hc_channel* channel, double seconds, hc_fault* fault);
 
-// out[i] = the sum over ranks of in[i], added in fp32 and in the order of ranks:
-// every rank gets the same bits. in and out may be the same.
+// out[i] = the sum over ranks of in[i], added in fp32 and in the ranks' order:
+// the same bits on each of them. in and out may be the same.
 HC_EXPORT int hc_all_reduce(hc_channel* channel, const void* in, void* out,
                             uint64_t count, uint16_t dtype, double seconds,
                             hc_fault* fault);
@@ -99,10 +99,10 @@ HC_EXPORT uint64_t hc_lse_reduce_bytes(uint64_t batch, uint64_t heads,
                                        uint64_t width, uint16_t dtype);
 
 // Combines attention over parts of the context. in is this rank's part, [batch,
-// heads, width], and lse the fp32 log-sum-exp of its scores, [batch, heads]; out
-// is [batch, heads / world, width], this rank's share of the heads. A part whose
-// LSE is not finite counts for nothing and is not read; if all are so, out is 0.
-// lse_out, unless null, gets the combined fp32 LSE, [batch, heads / world].
+// heads, width], and lse the fp32 log-sum-exp of its scores, [batch, heads].
+// out is [batch, heads / world, width], this rank's share of the heads. A part
+// whose LSE is not finite counts for nothing and is not read; if none is, out
+// is 0. lse_out, unless null, gets the combined LSE, [batch, heads / world].
 HC_EXPORT int hc_lse_reduce_scatter(hc_channel* channel, const void* in,
                                     const float* lse, void* out, float* lse_out,
                                     uint64_t batch, uint64_t heads,

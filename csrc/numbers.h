@@ -39,7 +39,9 @@ struct Float32 {
 struct Bfloat16 {
   using Stored = uint16_t;
 
-  static float load(uint16_t stored) { return float_of(uint32_t{stored} << 16); }
+  static float load(uint16_t stored) {
+    return float_of(uint32_t{stored} << 16);
+  }
 
   static uint16_t store(float number) {
     const uint32_t bits = bits_of(number);

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The build backend (PEP 517) that ``pip install .`` calls.
 
-It compiles nothing and needs no torch: the wheel is the pinned upstream one with
-the series landed in it. pip shows what a hook prints when it fails, or with -v.
+It needs no torch: the wheel is the pinned upstream one with the series landed in
+it, and the host transport's small library if there is a compiler. pip shows what
+a hook prints when it fails, or with -v.
 """
 
 import functools
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from series import upstream, wheel
+from series import native, upstream, wheel
 from series.environment import foreign_vllm
 from series.errors import SeriesError
 from series.landing import compute
@@ -44,7 +45,7 @@ def _in_words(hook: Callable[P, T]) -> Callable[P, T]:
 
 @_in_words
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Refuse a mixed environment, before pip fetches anything more."""
+    """Refuse a mixed environment, and ask for the build tools it lacks."""
     faults = foreign_vllm()
     if faults:
         raise SeriesError(
@@ -52,7 +53,7 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
             found=" and ".join(fault.found for fault in faults),
             do=" && ".join(fault.do for fault in faults),
         )
-    return []
+    return native.requirements()
 
 
 @_in_words
@@ -63,7 +64,7 @@ def prepare_metadata_for_build_wheel(
     base = upstream.choose()
     folder = Path(metadata_directory) / wheel.dist_info(base)
     with zipfile.ZipFile(upstream.locate(base)) as archive:
-        for name, data in wheel.metadata_files(base, archive).items():
+        for name, data in wheel.metadata_files(base, archive, None).items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
@@ -81,8 +82,9 @@ def build_wheel(
     print(f"building vllm {base.label} on {base.distribution}: {reason}")
     pristine = upstream.locate(base)
     landing = compute(upstream.reader(pristine), load_series())
-    target = Path(wheel_directory) / wheel.wheel_name(base)
-    wheel.write(base, pristine, landing, target)
+    library = native.build()
+    target = Path(wheel_directory) / wheel.wheel_name(base, library)
+    wheel.write(base, pristine, landing, library, target)
     return target.name
 
 

@@ -10,7 +10,7 @@ import csv
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +19,7 @@ from packaging.utils import parse_wheel_filename
 from series.errors import SeriesError
 from series.landing import Landing
 from series.metadata import derive, version_module, wheel_file
+from series.native import LIBRARY
 from series.upstream import RELEASE, Base
 
 _VERSION = "vllm/_version.py"
@@ -26,13 +27,14 @@ _CHUNK = 1 << 20
 # Nearly all of a wheel is libraries, which a higher level hardly shrinks.
 _LEVEL = 1
 _PLAIN_FILE = 0o100644 << 16
+_PROGRAM_FILE = 0o100755 << 16
 
 Line = tuple[str, str, int | str]
 
 
-def wheel_name(base: Base) -> str:
+def wheel_name(base: Base, library: bytes | None) -> str:
     """The file name of the wheel that is built on a base."""
-    return f"vllm-{base.label}-{_tag(base)}.whl"
+    return f"vllm-{base.label}-{_tag(base, library)}.whl"
 
 
 def dist_info(base: Base) -> str:
@@ -40,7 +42,9 @@ def dist_info(base: Base) -> str:
     return f"vllm-{base.label}.dist-info"
 
 
-def metadata_files(base: Base, archive: zipfile.ZipFile) -> dict[str, bytes]:
+def metadata_files(
+    base: Base, archive: zipfile.ZipFile, library: bytes | None
+) -> dict[str, bytes]:
     """What goes into the metadata folder, RECORD apart, by path below it."""
     old = f"{base.distribution.replace('-', '_')}-{RELEASE}.dist-info/"
     files = {
@@ -50,17 +54,24 @@ def metadata_files(base: Base, archive: zipfile.ZipFile) -> dict[str, bytes]:
     }
     del files["RECORD"]
     files["METADATA"] = derive(base, files["METADATA"].decode()).encode()
-    files["WHEEL"] = wheel_file(_tag(base)).encode()
+    files["WHEEL"] = wheel_file(_tag(base, library)).encode()
     return files
 
 
-def write(base: Base, pristine: Path, landing: Landing, target: Path) -> None:
+def write(
+    base: Base,
+    pristine: Path,
+    landing: Landing,
+    library: bytes | None,
+    target: Path,
+) -> None:
     """Write the whole wheel.
 
     Args:
         base: What it is built on.
         pristine: The base's wheel, verified.
         landing: The files that the series edits and adds.
+        library: The host transport's library; None to do without.
         target: The wheel to write.
 
     Raises:
@@ -68,32 +79,47 @@ def write(base: Base, pristine: Path, landing: Landing, target: Path) -> None:
             added is there.
     """
     edited = {**landing.changed, _VERSION: version_module(base).encode()}
+    new = [(path, data, _PLAIN_FILE) for path, data in landing.added.items()]
+    if library is not None:
+        new.append((LIBRARY, library, _PROGRAM_FILE))
     with (
         zipfile.ZipFile(pristine) as source,
         zipfile.ZipFile(
             target, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL
         ) as archive,
     ):
-        _demand_places(source, edited, landing.added)
+        _demand_places(source, edited, {path for path, _, _ in new})
         record = [
             _put(archive, name, content, mode)
-            for name, content, mode in _files(base, source, edited, landing.added)
+            for name, content, mode in _files(source, edited)
+        ]
+        metadata = metadata_files(base, source, library)
+        new += [
+            (f"{dist_info(base)}/{name}", data, _PLAIN_FILE)
+            for name, data in metadata.items()
+        ]
+        record += [
+            _put(archive, name, io.BytesIO(data), mode)
+            for name, data, mode in sorted(new)
         ]
         name = f"{dist_info(base)}/RECORD"
         lines = _csv([*record, (name, "", "")])
         _put(archive, name, io.BytesIO(lines), _PLAIN_FILE)
 
 
-def _tag(base: Base) -> str:
+def _tag(base: Base, library: bytes | None) -> str:
     (tag,) = parse_wheel_filename(base.filename)[3]
-    return str(tag)
+    if library is None:
+        return str(tag)
+    # What was compiled here runs on machines like this one, and promises no more.
+    return f"{tag.interpreter}-{tag.abi}-linux_{tag.platform.split('_', 3)[-1]}"
 
 
 def _demand_places(
-    source: zipfile.ZipFile, edited: Mapping[str, bytes], added: Mapping[str, bytes]
+    source: zipfile.ZipFile, edited: Mapping[str, bytes], added: Set[str]
 ) -> None:
     there = set(source.namelist())
-    wrong = sorted((edited.keys() - there) | (added.keys() & there))
+    wrong = sorted((edited.keys() - there) | (added & there))
     if wrong:
         raise SeriesError(
             "every edited file in the base wheel, and no added one",
@@ -103,12 +129,9 @@ def _demand_places(
 
 
 def _files(
-    base: Base,
-    source: zipfile.ZipFile,
-    edited: Mapping[str, bytes],
-    added: Mapping[str, bytes],
+    source: zipfile.ZipFile, edited: Mapping[str, bytes]
 ) -> Iterator[tuple[str, IO[bytes], int]]:
-    """Every file of the wheel but RECORD: its path, content and permissions."""
+    """The base's files, some of them edited: path, content and permissions."""
     for member in source.infolist():
         name = member.filename
         if name in edited:
@@ -116,10 +139,6 @@ def _files(
         elif name.startswith("vllm/"):
             with source.open(member) as content:
                 yield name, content, member.external_attr
-    for name, data in sorted(added.items()):
-        yield name, io.BytesIO(data), _PLAIN_FILE
-    for name, data in sorted(metadata_files(base, source).items()):
-        yield f"{dist_info(base)}/{name}", io.BytesIO(data), _PLAIN_FILE
 
 
 def _put(archive: zipfile.ZipFile, name: str, content: IO[bytes], mode: int) -> Line:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the host transport share."""
 
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 
 from torch.distributed import HashStore, PrefixStore, Store
@@ -31,6 +33,18 @@ def host_channels(
         max_bytes=max_bytes,
         deadline=deadline,
     )
+
+
+def descriptors() -> int:
+    """How many files this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def mapped_segments() -> int:
+    """How many channels this process has mapped; all of them must be nameless."""
+    maps = Path("/proc/self/maps").read_text()
+    assert "/dev/shm" not in maps
+    return maps.count("/memfd:vllm:")
 
 
 class Stream:

@@ -31,8 +31,9 @@ constexpr double kShort = 0.1;
 
 // A segment that forked processes and threads share alike.
 inline void* new_segment(uint32_t world) {
-  void* memory = mmap(nullptr, hc_segment_bytes(world, kSlot),
-                      PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  const int access = PROT_READ | PROT_WRITE, kind = MAP_SHARED | MAP_ANONYMOUS;
+  const uint64_t bytes = hc_segment_bytes(world, kSlot);
+  void* memory = mmap(nullptr, bytes, access, kind, -1, 0);
   CHECK(memory != MAP_FAILED);
   CHECK(hc_format(memory, world, kSlot) == HC_OK);
   return memory;
@@ -50,8 +51,9 @@ inline void all_reduces(hc_channel& channel, int turns) {
   for (int turn = 0; turn < turns; ++turn) {
     const float mine = static_cast<float>(channel.rank + turn % 97);
     std::vector<float> numbers(1 + turn * 31 % 5000, mine);
-    CHECK(hc_all_reduce(&channel, numbers.data(), numbers.data(), numbers.size(),
-                        HC_FLOAT32, kPatience, &fault) == HC_OK);
+    float* data = numbers.data();
+    CHECK(hc_all_reduce(&channel, data, data, numbers.size(), HC_FLOAT32,
+                        kPatience, &fault) == HC_OK);
     const float expected =
         ranks * static_cast<float>(turn % 97) + ranks * (ranks - 1) / 2;
     for (float number : numbers) CHECK(number == expected);
@@ -84,10 +86,10 @@ inline void heads(hc_channel& channel) {
   }
   std::vector<float> out(kBatch * kShare * kWidth), lse_out(kBatch * kShare);
   for (uint32_t base_two : {0, 1}) {
+    float* lses = base_two ? nullptr : lse_out.data();
     CHECK(hc_lse_reduce_scatter(&channel, part.data(), lse.data(), out.data(),
-                                base_two ? nullptr : lse_out.data(), kBatch, all,
-                                kWidth, HC_FLOAT32, base_two, kPatience,
-                                &fault) == HC_OK);
+                                lses, kBatch, all, kWidth, HC_FLOAT32, base_two,
+                                kPatience, &fault) == HC_OK);
     // ranks 1 and up weigh the same
     const float expected = static_cast<float>(channel.world) / 2;
     for (float number : out) CHECK(std::abs(number - expected) < 1e-5f);
@@ -97,7 +99,8 @@ inline void heads(hc_channel& channel) {
   CHECK(hc_gather_heads(&channel, out.data(), gathered.data(), kBatch, kShare,
                         kWidth, HC_FLOAT32, kPatience, &fault) == HC_OK);
   for (size_t i = 0; i < gathered.size(); ++i) {
-    CHECK(gathered[i] == static_cast<float>(i / (kShare * kWidth) % channel.world));
+    const uint64_t origin = i / (kShare * kWidth) % channel.world;
+    CHECK(gathered[i] == static_cast<float>(origin));
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Ranks as processes, and headers of random bytes, for the address and undefined
-// behaviour sanitizers.
+// Ranks as processes, and headers of random bytes, for the sanitizers of
+// addresses and of undefined behaviour.
 #include <signal.h>
 #include <string.h>
 #include <sys/wait.h>

@@ -6,10 +6,11 @@ and the host transport, as a worker does. On one of them something happens at
 one step: before that rank does its part of the step, and once only.
 """
 
+import ctypes
 import gc
+import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from tests import ranks
-from tests.distributed.faults import Fault, Step
+from tests.distributed.faults import Ending, Fault, How, Step, Then
 from tests.host import PROFILE, TARGET
 from vllm.distributed.device_communicators.host_channels import HostChannels
 from vllm.distributed.device_communicators.host_graphs import RecordedGraph
@@ -36,11 +37,15 @@ from vllm.distributed.graph_channels.vote import Electorate, GroupClosed
 
 # An operation gives up before a vote does: a rank whose peer is missing in one
 # comes to the vote on the rollback while that peer still waits there.
-OPERATION, TOGETHER, CLOSING = 0.3, 1.2, 1.2
-STALL = 3.0
-# For one cell: the fault, an operation, the votes of a rollback and of a close.
-LIMIT = STALL + OPERATION + 2 * TOGETHER + CLOSING + 3
+OPERATION, TOGETHER, CLOSING = 0.4, 1.5, 1.5
+STALL = 3.5
+# From a fault to the end of a rank, at most: an operation, what was begun
+# together, its rollback, the close; and what a busy machine adds.
+LIMIT = OPERATION + 2 * TOGETHER + CLOSING + 4
+SET_UP = 20.0
 COUNT = 64
+
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,17 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Ending:
+class Observed:
     """What became of one rank.
 
     Attributes:
-        words: How it ended, as the table says it.
-        error: The text of what it raised, for a reader of a failing test.
-        seconds: From the fault to the end of this rank.
+        ending: In the table's words.
+        error: What it raised, with what is attached to it; or what it logged.
+        seconds: From the fault, or the start if it was not here, to the end.
         left: What should not be there any more.
     """
 
-    words: str
+    ending: Ending
     error: str = ""
     seconds: float = 0
     left: tuple[str, ...] = ()
@@ -142,6 +147,21 @@ class TrappedTransport(HostChannels):
         super().close()
 
 
+class PolledStore:
+    """A store whose waits end in time; a FileStore counts whole seconds."""
+
+    def __init__(self, store: Store) -> None:
+        self.set, self.get, self._check = store.set, store.get, store.check
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Return when the keys are there; raise RuntimeError if they never are."""
+        end = time.monotonic() + timeout.total_seconds()
+        while not self._check(keys):
+            if time.monotonic() > end:
+                raise RuntimeError(f"{keys} never came")
+            time.sleep(0.005)
+
+
 class Worker:
     """One rank of a cell."""
 
@@ -155,18 +175,22 @@ class Worker:
             "host tp:0",
             rank,
             cell.world,
-            PrefixStore("segments", store),
+            PolledStore(PrefixStore("segments", store)),
             max_bytes=1 << 12,
-            deadline=OPERATION,
+            deadline=SET_UP,
         )
         self.transport.trap = self.trap
+        self.transport.prepare([EagerLane.ALLREDUCE])  # returns when all are here
+        self.transport.deadline = OPERATION
         self.ledger = Ledger(
             deadline=TOGETHER,
             closing_deadline=CLOSING,
             names_demanded_by="VLLM_PCIE_ALLREDUCE_BACKEND=host",
         )
-        self.ledger.register(self.transport, self.group, [EagerLane.ALLREDUCE])
+        self.ledger.register(self.transport, self.group)
         self.before = self.ledger.inventory()
+        self.gave_back = False
+        self.trap.sprung_at = time.monotonic()
 
     def profile(self) -> None:
         """A throwaway capture, given back whether or not it goes well."""
@@ -194,6 +218,9 @@ class Worker:
         """Graphs first, then the channels that they used."""
         graph.reset()
         self.ledger.rollback(checkpoint, failure)
+        self.gave_back = not getattr(failure, "__notes__", ())  # R-C3
+        if self.gave_back:
+            assert self.ledger.inventory() == self.before  # R-C2
 
     def serve(self) -> None:
         """The production capture, and what requests make of it."""
@@ -220,31 +247,143 @@ class Worker:
         return torch.arange(COUNT).float() * self.world + others
 
 
-def run_cell(cell: Cell, goes_on: bool, closes: bool) -> list[Ending]:
+def run_cell(cell: Cell, allowed: Then) -> list[Observed]:
     """How each rank of a cell ended.
 
     Args:
         cell: Which.
-        goes_on: Whether the rules let the ranks go on after the failure; all of
-            them serve then, once they have met.
-        closes: Whether they let the ranks close after it, and no more.
+        allowed: What the table lets the ranks do after a failure. To go on they
+            meet, and serve; or they meet, and close.
     """
 
-    def body(rank: int, store: Store) -> Ending:
-        _die_with_parent()
-        signal.signal(signal.SIGTERM, _exit_as_vllm_does)
-        if cell.fault is Fault.SIGTERM:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    def body(rank: int, store: Store) -> Observed:
+        _die_with_the_parent()
+        if cell.fault is not Fault.SIGTERM:
+            signal.signal(signal.SIGTERM, _exit)
         worker = Worker(cell, rank, store)
-        try:
-            error = _live(worker, lambda: _meet(rank, cell.world, store), goes_on)
-            words = _end(worker, error, closes)
-        except (KeyboardInterrupt, SystemExit) as interrupt:
-            worker.ledger.abandon(repr(interrupt))
-            error, words = interrupt, _described(interrupt) + _kept(worker)
+        with _errors_logged() as logged:
+            error = _live(worker, store, allowed)
         seconds = time.monotonic() - worker.trap.sprung_at
-        left = _left(worker) if "freed" in words else ()
-        return Ending(words, _told(error), seconds, (*left, *_threads(left)))
+        ending = Ending(_how(error, logged), _then(worker, error, allowed))
+        said = logged if error is None else [str(error), *_notes(error)]
+        return Observed(ending, "; ".join(said), seconds, _left(worker, ending))
 
-    outcomes = ranks.run(cell.world, body, deadline=2 * LIMIT)
-    return [_ending(outcome) for outcome in outcomes]
+    outcomes = ranks.run(cell.world, body, deadline=SET_UP + STALL + 2 * LIMIT)
+    return [_observed(outcome) for outcome in outcomes]
+
+
+def _live(worker: Worker, store: Store, allowed: Then) -> BaseException | None:
+    """A worker's life; what ended it, or its profile."""
+    error: BaseException | None = None
+    try:
+        try:
+            worker.profile()
+        except Exception as failure:
+            error = failure
+        if allowed is Then.GOES_ON:
+            _meet(worker, store)
+        if allowed is Then.GOES_ON or error is None:
+            worker.serve()
+            worker.ledger.close()
+    except BaseException as failure:
+        error = error or failure
+    interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+    if allowed is Then.CLOSES and not interrupted:
+        _meet(worker, store)
+        worker.ledger.close()
+    elif error is not None and allowed is not Then.GOES_ON:
+        worker.ledger.abandon(repr(error))  # R-D4
+        worker.ledger.close()
+    return error
+
+
+def _how(error: BaseException | None, logged: list[str]) -> How:
+    match error:
+        case None:
+            return How.KEPT if logged else How.NOTHING
+        case Injected() | KeyboardInterrupt() | SystemExit():
+            return How.RAISES
+        case Refused():
+            return How.REFUSED
+        case GroupClosed():
+            return How.ABANDONED
+        case DeadlineMissed():
+            return How.MISSED
+        case HostChannelError():
+            return How.WAITS
+    raise error
+
+
+def _then(worker: Worker, error: BaseException | None, allowed: Then) -> Then:
+    held = worker.ledger.inventory()
+    if not held:
+        return Then.GOES_ON if allowed is Then.GOES_ON else Then.CLOSES
+    rolled_back = worker.gave_back and held == worker.before
+    return Then.ROLLS_BACK if rolled_back else Then.KEEPS
+
+
+def _left(worker: Worker, ending: Ending) -> tuple[str, ...]:
+    """Segments and threads that this rank's ending does not account for."""
+    gc.collect()
+    # A daemon thread stays in what missed a deadline, or was interrupted.
+    stuck = ending.how in (How.RAISES, How.MISSED, How.KEPT)
+    freed = ending.then in (Then.GOES_ON, Then.CLOSES)
+    left = [] if stuck and not freed else _threads()
+    if freed:
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        left += [line for line in maps if "/memfd:vllm:" in line]
+    return tuple(left)
+
+
+def _threads() -> list[str]:
+    """Threads beside this one that do not end by themselves."""
+    others = [t for t in threading.enumerate() if t is not threading.current_thread()]
+    for thread in others:  # one has its result out before it ends
+        thread.join(1)
+    return [thread.name for thread in others if thread.is_alive()]
+
+
+def _observed(outcome: ranks.Outcome) -> Observed:
+    assert not outcome.late, "a rank hangs"
+    if outcome.status < 0:
+        killer = signal.Signals(-outcome.status).name
+        return Observed(Ending(How.DIES, Then.GONE), killer)
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value
+
+
+def _meet(worker: Worker, store: Store) -> None:
+    """Wait for all ranks, as an executor would before its next step."""
+    met = PolledStore(PrefixStore("met", store))
+    met.set(str(worker.rank), b"here")
+    everyone = [str(rank) for rank in range(worker.world)]
+    met.wait(everyone, timedelta(seconds=LIMIT))
+
+
+@contextmanager
+def _errors_logged() -> Iterator[list[str]]:
+    """What the ledger logs as an error meanwhile."""
+    handler = logging.Handler(logging.ERROR)
+    messages: list[str] = []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("vllm")
+    before, logger.handlers = logger.handlers, [handler]
+    try:
+        yield messages
+    finally:
+        logger.handlers = before
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _exit(number: int, frame: object) -> None:
+    """What a worker does on SIGTERM, if it lives to do it."""
+    raise SystemExit(f"signal {number}")
+
+
+def _die_with_the_parent() -> None:
+    """Ranks of a cell are the children of a process that may be killed itself."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -5,8 +5,7 @@
 test_fault_matrix.py makes every fault happen and holds the table against it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,16 +45,17 @@ class How(Enum):
     ABANDONED = "vote abandoned"
     REFUSED = "is refused"
     MISSED = "misses the deadline"
+    KEPT = "says what it keeps"
 
 
 class Then(Enum):
     """What becomes of its channels."""
 
     GOES_ON = "goes on"
-    GIVES_BACK = "rolls back, then ends"
+    ROLLS_BACK = "rolls back, ends"
     CLOSES = "closes"
-    KEEPS = "keeps them to its end"
-    GONE = "they are gone"
+    KEEPS = "keeps them, ends"
+    GONE = "gone"
 
 
 class Ending(NamedTuple):
@@ -73,3 +73,135 @@ class Row(NamedTuple):
 
     it: Ending
     others: Ending
+
+
+_EXCEPTION = (Fault.EXCEPTION,)
+_INTERRUPT = (Fault.KEYBOARD_INTERRUPT, Fault.SYSTEM_EXIT)
+_KILL = (Fault.SIGTERM, Fault.SIGKILL)
+_STALL = (Fault.STALL,)
+
+
+def _row(it: How, it_then: Then, others: How, others_then: Then) -> Row:
+    return Row(Ending(it, it_then), Ending(others, others_then))
+
+
+# Where a step is collective, the others wait in it for the failing rank, until
+# their operation gives up; elsewhere they come to the next vote, and wait there.
+_COLLECTIVE = {
+    _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.WAITS, Then.CLOSES),
+    _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
+    _KILL: _row(How.DIES, Then.GONE, How.WAITS, Then.KEEPS),
+    _STALL: _row(How.MISSED, Then.KEEPS, How.WAITS, Then.KEEPS),
+}
+# All come to the vote on the rollback, unless one is dead or late.
+_RECORDING = {
+    _EXCEPTION: _row(How.RAISES, Then.GOES_ON, How.NOTHING, Then.GOES_ON),
+    _INTERRUPT: _row(How.RAISES, Then.ROLLS_BACK, How.ABANDONED, Then.ROLLS_BACK),
+    _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
+    _STALL: _row(How.ABANDONED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+}
+
+_TABLE = {
+    Step.CHECKPOINT: {
+        _EXCEPTION: _row(How.RAISES, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+        _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
+        _STALL: _row(How.ABANDONED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+    },
+    Step.PREPARE: _COLLECTIVE,
+    Step.ENTRY: _COLLECTIVE,
+    Step.WARM_UP: {
+        _EXCEPTION: _row(How.RAISES, Then.GOES_ON, How.WAITS, Then.GOES_ON),
+        _INTERRUPT: _row(How.RAISES, Then.ROLLS_BACK, How.WAITS, Then.ROLLS_BACK),
+        _KILL: _row(How.DIES, Then.GONE, How.WAITS, Then.KEEPS),
+        _STALL: _row(How.ABANDONED, Then.KEEPS, How.WAITS, Then.KEEPS),
+    },
+    Step.CAPTURE: _RECORDING,
+    Step.EXIT: _RECORDING,
+    Step.ROLLBACK: {
+        _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.REFUSED, Then.CLOSES),
+        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+        _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
+        _STALL: _row(How.MISSED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+    },
+    Step.REPLAY: {
+        _EXCEPTION: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
+        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
+        _KILL: _row(How.DIES, Then.GONE, How.WAITS, Then.KEEPS),
+        _STALL: _row(How.WAITS, Then.KEEPS, How.WAITS, Then.KEEPS),
+    },
+    Step.CLOSE: {
+        _EXCEPTION: _row(How.KEPT, Then.CLOSES, How.KEPT, Then.CLOSES),
+        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.KEPT, Then.KEEPS),
+        _KILL: _row(How.DIES, Then.GONE, How.KEPT, Then.KEEPS),
+        _STALL: _row(How.KEPT, Then.KEEPS, How.KEPT, Then.KEEPS),
+    },
+}
+
+
+def expected(step: Step, fault: Fault) -> Row:
+    """How the ranks end, whichever of them has the fault, and however many."""
+    (row,) = (row for faults, row in _TABLE[step].items() if fault in faults)
+    return row
+
+
+_INTRODUCTION = """\
+# When a rank fails
+
+<!-- Written by `python -m tests.distributed.faults > docs/faults.md`. -->
+
+Every row is made to happen, on the first and on the last of two ranks, and SIGKILL
+and the stall on those of four too, by `tests/distributed/test_fault_matrix.py`.
+Ranks profile, roll back, capture for production, replay and close over the host
+transport. The fault comes right before a rank does its part of a step. No rank
+hangs: each ends within its deadlines, and its error names the rank with the fault.
+
+KeyboardInterrupt is what SIGINT raises, and SystemExit what a worker's handler of
+SIGTERM raises, as vLLM's does; the rows with SIGTERM are those of a rank that has no
+such handler. A stall outlasts every deadline. A rank that ends after an error
+abandons its ledger first, and closes nothing.
+"""
+
+_MEANING = {
+    How.NOTHING: "the step went well here",
+    How.RAISES: "the fault is the error that leaves; a rollback that fails is its note",
+    How.DIES: "at once; the memory goes with the process",
+    How.WAITS: "an operation gives up at its deadline, and names the rank",
+    How.ABANDONED: "a rank did not come to a vote in time; what it was on is not begun",
+    How.REFUSED: "all ranks came, and one could not",
+    How.MISSED: "its own part did not end; a daemon thread stays in it",
+    How.KEPT: "a close raises nothing; one line of the log says why",
+    Then.GOES_ON: "after a rollback all ranks capture, replay and reduce, with exact "
+    "sums, and close; no segment and no thread is left",
+    Then.ROLLS_BACK: "the throwaway channels are freed, and the next step ends it",
+    Then.CLOSES: "nothing but a close is begun, and that frees everything",
+    Then.KEEPS: "nothing collective is begun any more; the memory goes with the process",
+}
+
+
+def _endings() -> Iterator[Sequence[str]]:
+    yield "step", "fault", "the rank itself", "the others"
+    for step, rows in _TABLE.items():
+        for faults, (it, others) in rows.items():
+            happens = ", ".join(fault.value for fault in faults)
+            yield step.value, happens, str(it), str(others)
+
+
+def _words() -> Iterator[Sequence[str]]:
+    yield "words", "meaning"
+    for word, meaning in _MEANING.items():
+        yield word.value, meaning
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    first, *others = (f"| {' | '.join(row)} |\n" for row in rows)
+    return f"\n{first}{'|---' * (first.count('|') - 1)}|\n{''.join(others)}"
+
+
+def document() -> str:
+    """docs/faults.md."""
+    return _INTRODUCTION + _table(_endings()) + _table(_words())
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -267,8 +267,9 @@ def test_scopes_nest_and_each_reduces_on_its_own_channel():  # R-B4
 
 def test_a_first_entry_waits_for_every_rank():  # R-B6
     def body(rank, store):
-        transport = host_channels(rank, 2, store, deadline=0.3)
+        transport = host_channels(rank, 2, store)
         transport.prepare([TARGET])
+        transport.deadline = 0.3
         if rank == 1:
             return
         late = pytest.raises(HostChannelTimeout, match="waited 0.3 s for rank 1")

@@ -58,7 +58,9 @@ def race(transport, rank, world, channels, turns, fresh_streams=False):
 def test_two_graphs_on_one_channel_get_each_others_numbers(world):
     # the fault that named channels remove: it must be seen here
     def body(rank, store):
-        transport = host_channels(rank, world, store, deadline=1)
+        transport = host_channels(rank, world, store)
+        transport.prepare([TARGET])
+        transport.deadline = 1
         try:
             return race(transport, rank, world, (TARGET, TARGET), turns=50)
         except HostChannelError:
@@ -123,7 +125,7 @@ def test_a_profile_capture_comes_between_two_replays():  # R-C2
 
 def test_nothing_runs_while_it_is_recorded_and_reset_drops_it():
     def body(rank, store):
-        transport = host_channels(rank, 2, store, deadline=0.5)
+        transport = host_channels(rank, 2, store)
         graph = RecordedGraph(transport)
         tensor = torch.zeros(4)
         with transport.capture(TARGET):
@@ -140,7 +142,7 @@ def test_nothing_runs_while_it_is_recorded_and_reset_drops_it():
 
 def test_a_failed_recording_is_dropped():  # R-B5
     def body(rank, store):
-        transport = host_channels(rank, 2, store, deadline=0.5)
+        transport = host_channels(rank, 2, store)
         graph = RecordedGraph(transport)
         with transport.capture(TARGET):
             with pytest.raises(KeyboardInterrupt), graph.capture():

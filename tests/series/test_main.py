@@ -68,11 +68,11 @@ def test_check_says_which_patches_hold_on_another_release(
     assert "exactly one function graph_capture" in printed
 
 
-def test_land_and_land_again(capsys, tree):  # C42
+def test_land_and_land_again(capsys, tree, landing):  # C42
     assert main(["status", str(tree)]) == 0
     assert "vLLM 0.28.0, pristine" in capsys.readouterr().out
     assert main(["land", str(tree)]) == 0
-    assert "16 files edited" in capsys.readouterr().out
+    assert f"{len(landing.changed)} files edited" in capsys.readouterr().out
     assert main(["land", str(tree)]) == 0
     assert "landed already; nothing changed" in capsys.readouterr().out
     assert main(["status", str(tree)]) == 0

@@ -177,8 +177,8 @@ class HostChannel:
                 )
             case Status.BUSY:
                 return HostChannelTimeout(
-                    f"{me} waited {deadline} s for its own other thread on {self.name}, "
-                    f"to start {operation}; give each thread its own channel"
+                    f"{me} waited {deadline} s for another of its threads to leave "
+                    f"{self.name} to {operation}; give each thread its own channel"
                 )
             case Status.POISONED:
                 why = "an operation on it failed before, so ranks no longer agree"

@@ -99,6 +99,7 @@ class Group:
                 nothing but a close is begun here any more.
             GroupClosed: A rank did not come, or an earlier failure stands.
             DeadlineMissed: It did not end here; nothing is begun any more.
+            KeyboardInterrupt, SystemExit: At once; nothing is begun any more.
             Exception: What the action raised here.
         """
         if self._failed is not None and not closing:
@@ -108,8 +109,11 @@ class Group:
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             self.agree(f"{subject}: done", until, error=said)
-        except (Refused, GroupClosed) as verdict:
+        except Refused as verdict:
             self._failed = f"{self.name}: {verdict}; only closing is possible now"
+            if failure is None:
+                raise
+        except GroupClosed:
             if failure is None:
                 raise
         self._lost = self._lost or self._unfinished(failure)
@@ -133,6 +137,9 @@ class Group:
             run_with_deadline(action, seconds, f"{self.name}: {subject}")
         except Exception as failure:
             return failure
+        except BaseException as interrupt:
+            self._lost = f"{self.name}: {subject} was cut off: {interrupt!r}"
+            raise
         return None
 
     def _unfinished(self, failure: Exception | None) -> str | None:

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build csrc/ into the library that the host transport loads.
+
+The library is small and optional: without a compiler the wheel is built all the
+same, and choosing the host transport says what is missing.
+"""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from series.errors import SeriesError
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = "vllm/distributed/device_communicators/libvllm_host_channels.so"
+
+# What builds it where the machine has no CMake, or none of its build tools.
+_TOOLS = {"cmake": "cmake==4.4.5", "ninja": "ninja==1.13.2"}
+
+
+def requirements() -> list[str]:
+    """Packages that bring the build tools which this machine lacks."""
+    if _compiler() is None:
+        return []
+    lacking = [] if shutil.which("cmake") else ["cmake"]
+    if not (shutil.which("make") or shutil.which("ninja")):
+        lacking.append("ninja")
+    return [_TOOLS[tool] for tool in lacking]
+
+
+def build() -> bytes | None:
+    """The library's content; None, with one line said, without a compiler.
+
+    Raises:
+        SeriesError: There is a compiler and it refused.
+    """
+    if _compiler() is None:
+        print("no C++ compiler: built without the host transport's library")
+        return None
+    with TemporaryDirectory() as scratch:
+        _cmake("-S", str(ROOT), "-B", scratch, "-DCMAKE_BUILD_TYPE=Release")
+        _cmake("--build", scratch)
+        (library,) = Path(scratch).rglob(Path(LIBRARY).name)
+        return library.read_bytes()
+
+
+def _compiler() -> str | None:
+    """The C++ compiler that CMake would take."""
+    named = os.environ.get("CXX")
+    if named:
+        return shutil.which(named)
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _cmake(*arguments: str) -> None:
+    done = subprocess.run(["cmake", *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise SeriesError(
+            "csrc/ built by CMake",
+            found="\n    ".join(said[-12:]),
+            do="mend the compiler, or hide it (CXX=none) to build without the host "
+            "transport",
+        )
