@@ -12,6 +12,7 @@ import math
 import os
 import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ _ALIKE_ABOVE = 0.85
 _UNRELATED_BELOW = 0.1
 _RANKS_DIFFER_BELOW = 1e-5
 _START_SECONDS = 420.0
+_DEMO_SECONDS = 300.0
 _LOGS = Path("build/run")
 
 # Nothing is fetched at run time. Plugins would be imported by each of the seven
@@ -92,6 +94,7 @@ def demonstrate(weights: Path) -> None:
         print("starting vllm serve on two tensor-parallel ranks, and on one:")
         wait_until_ready([two, one], _START_SECONDS)
         from_two, from_one = two.embed(SENTENCES), one.embed(SENTENCES)
+        check_lane(two)
     print(table(from_two))
     check_meaning(from_two)
     difference = largest_difference(from_two, from_one)
@@ -102,6 +105,34 @@ def demonstrate(weights: Path) -> None:
     if left:
         raise ServerError(f"shared memory is left in /dev/shm: {', '.join(left)}")
     print("servers stopped; no process and no shared memory is left")
+    demonstrate_channels()
+
+
+def check_lane(server: Server) -> None:
+    """Demand that every rank reduces over the channel for eager use.
+
+    Raises:
+        WrongAnswer: A rank did not say so.
+    """
+    said = [line for line in server.log_lines() if "Graph channels of tp:0" in line]
+    print("what the ranks say of their channels:")
+    for line in said:
+        print(f"  {line}")
+    if len(said) != server.ranks or not all("vllm:eager:allreduce" in x for x in said):
+        raise WrongAnswer(f"{server.ranks} ranks should reduce over a named lane")
+
+
+def demonstrate_channels() -> None:
+    """Show the life of channels that graphs are captured on.
+
+    Raises:
+        WrongAnswer: It did not go as it should.
+    """
+    print("the life of graph channels, on the host transport:", flush=True)
+    command = [sys.executable, "-m", "vllm.distributed.graph_channels", "demo"]
+    done = subprocess.run(command, timeout=_DEMO_SECONDS)
+    if done.returncode != 0:
+        raise WrongAnswer(f"the demonstration ended with status {done.returncode}")
 
 
 def owner_names() -> list[str]:
@@ -167,7 +198,11 @@ def _rank(vectors: Sequence[Vector]) -> list[tuple[float, str, str]]:
 
 
 def _server(weights: Path, ranks: int, bind: str) -> Server:
-    settings = {**_SETTINGS, "VLLM_CPU_OMP_THREADS_BIND": bind}
+    settings = {
+        **_SETTINGS,
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
+        "VLLM_PCIE_ALLREDUCE_BACKEND": "host",
+    }
     return Server(weights, ranks, _LOGS / f"ranks-{ranks}.log", settings)
 
 

@@ -116,10 +116,13 @@ class Server:
                 time.sleep(0.1)
             self._kill()
 
+    def log_lines(self) -> list[str]:
+        """What the server and its workers have said so far."""
+        return self._log.read_text(errors="replace").splitlines()
+
     def failure(self, what: str) -> ServerError:
         """An error with the log's last lines in it."""
-        lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        said = "\n".join(f"  | {line}" for line in lines)
+        said = "\n".join(f"  | {line}" for line in self.log_lines()[-_LOG_LINES:])
         return ServerError(
             f"the server of {self.ranks} rank(s) {what}; its last lines:\n{said}\n"
             f"the whole log: {os.path.relpath(self._log)}"

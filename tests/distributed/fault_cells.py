@@ -37,8 +37,8 @@ from vllm.distributed.graph_channels.vote import Electorate, GroupClosed
 
 # An operation gives up before a vote does: a rank whose peer is missing in one
 # comes to the vote on the rollback while that peer still waits there.
-OPERATION, TOGETHER, CLOSING = 0.4, 1.5, 1.5
-STALL = 3.5
+OPERATION, TOGETHER, CLOSING = 0.6, 2.0, 1.5
+STALL = 4.0
 # From a fault to the end of a rank, at most: an operation, what was begun
 # together, its rollback, the close; and what a busy machine adds.
 LIMIT = OPERATION + 2 * TOGETHER + CLOSING + 4
@@ -68,7 +68,8 @@ class Observed:
     Attributes:
         ending: In the table's words.
         error: What it raised, with what is attached to it; or what it logged.
-        seconds: From the fault, or the start if it was not here, to the end.
+        seconds: To the end of this rank, from when it came to the step with the
+            fault; or from its start, if it never came there.
         left: What should not be there any more.
     """
 
@@ -83,19 +84,26 @@ class Injected(Exception):
 
 
 class Trap:
-    """Springs once, at one step, if it is set on this rank."""
+    """Springs once, at one step, if it is set on this rank.
+
+    Attributes:
+        sprung_at: When this rank came to the step, on the monotonic clock.
+    """
 
     def __init__(self, cell: Cell, rank: int) -> None:
-        self._step = cell.step if rank == cell.rank else None
+        self._step: Step | None = cell.step
         self._fault = cell.fault
+        self._is_set = rank == cell.rank
         self.sprung_at = time.monotonic()
 
-    def at(self, step: Step) -> None:
+    def at(self, step: Step, transport: HostChannels) -> None:
         """Called before each step, on the thread that is about to take it."""
         if step is self._step:
             self._step = None
             self.sprung_at = time.monotonic()
-            self._spring()
+            transport.deadline = OPERATION  # none is missed before, on a busy machine
+            if self._is_set:
+                self._spring()
 
     def _spring(self) -> None:
         match self._fault:
@@ -124,26 +132,26 @@ class TrappedTransport(HostChannels):
 
     def prepare(self, channels: Sequence[object]) -> None:
         if PROFILE in channels and PROFILE not in self.inventory():
-            self.trap.at(Step.PREPARE)
+            self.trap.at(Step.PREPARE, self)
         super().prepare(channels)
 
     @contextmanager
     def capture(self, channel_id) -> Iterator[None]:
-        self.trap.at(Step.ENTRY)
+        self.trap.at(Step.ENTRY, self)
         with super().capture(channel_id):
             yield
-            self.trap.at(Step.EXIT)
+            self.trap.at(Step.EXIT, self)
 
     def checkpoint(self) -> Checkpoint[object]:
-        self.trap.at(Step.CHECKPOINT)
+        self.trap.at(Step.CHECKPOINT, self)
         return super().checkpoint()
 
     def rollback(self, checkpoint: Checkpoint[object]) -> None:
-        self.trap.at(Step.ROLLBACK)
+        self.trap.at(Step.ROLLBACK, self)
         super().rollback(checkpoint)
 
     def close(self) -> None:
-        self.trap.at(Step.CLOSE)
+        self.trap.at(Step.CLOSE, self)
         super().close()
 
 
@@ -181,7 +189,6 @@ class Worker:
         )
         self.transport.trap = self.trap
         self.transport.prepare([EagerLane.ALLREDUCE])  # returns when all are here
-        self.transport.deadline = OPERATION
         self.ledger = Ledger(
             deadline=TOGETHER,
             closing_deadline=CLOSING,
@@ -190,7 +197,6 @@ class Worker:
         self.ledger.register(self.transport, self.group)
         self.before = self.ledger.inventory()
         self.gave_back = False
-        self.trap.sprung_at = time.monotonic()
 
     def profile(self) -> None:
         """A throwaway capture, given back whether or not it goes well."""
@@ -199,10 +205,10 @@ class Worker:
         try:
             self.ledger.prepare([PROFILE])
             with self.ledger.scope(PROFILE):
-                self.trap.at(Step.WARM_UP)
+                self.trap.at(Step.WARM_UP, self.transport)
                 self.demand_sum()
                 with graph.capture():
-                    self.trap.at(Step.CAPTURE)
+                    self.trap.at(Step.CAPTURE, self.transport)
                     self.transport.all_reduce(self.numbers())
         except BaseException as failure:
             self.give_back(graph, checkpoint, failure)
@@ -228,7 +234,7 @@ class Worker:
         self.ledger.prepare([TARGET])
         with self.ledger.scope(TARGET), graph.capture():
             total = self.transport.all_reduce(self.numbers())
-        self.trap.at(Step.REPLAY)
+        self.trap.at(Step.REPLAY, self.transport)
         graph.replay()
         assert torch.equal(total, self.expected())
         self.demand_sum()
@@ -282,6 +288,7 @@ def _live(worker: Worker, store: Store, allowed: Then) -> BaseException | None:
             error = failure
         if allowed is Then.GOES_ON:
             _meet(worker, store)
+            worker.transport.deadline = SET_UP
         if allowed is Then.GOES_ON or error is None:
             worker.serve()
             worker.ledger.close()

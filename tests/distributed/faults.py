@@ -175,7 +175,7 @@ _MEANING = {
     "sums, and close; no segment and no thread is left",
     Then.ROLLS_BACK: "the throwaway channels are freed, and the next step ends it",
     Then.CLOSES: "nothing but a close is begun, and that frees everything",
-    Then.KEEPS: "nothing collective is begun any more; the memory goes with the process",
+    Then.KEEPS: "nothing collective is begun any more; the process takes the memory",
 }
 
 

@@ -241,7 +241,9 @@ def test_ranks_may_prepare_and_capture_in_any_order(make):  # R-A2 # C06
             with pool.capture(channel_id=name) as channel:
                 assert channel is pool._logical_channels[name]
         # each name has the same place in the order of allocation
-        return [pool._all_channels.index(pool._logical_channels[n]) for n in names(pool)]
+        return [
+            pool._all_channels.index(pool._logical_channels[n]) for n in names(pool)
+        ]
 
     assert on_two_ranks(make, body) == [[0, 1]] * 2
 

@@ -189,9 +189,9 @@ def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
             assert active_channel() is None
         assert events == []
         return
-    with pytest.raises((ValueError, Refused), match="without a channel_id") as caught:
-        with ledger.scope(None):
-            pytest.fail("the body ran")
+    refused = pytest.raises((ValueError, Refused), match="without a channel_id")
+    with refused as caught, ledger.scope(None):
+        pytest.fail("the body ran")
     assert switch in str(caught.value)
     assert events == []
 

@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-from series import build, upstream, wheel
+from series import build, native, upstream, wheel
 from series.environment import foreign_vllm
 from series.errors import SeriesError
 from series.landing import ROOT, Landing, compute
@@ -123,7 +123,7 @@ def test_it_differs_from_upstream_by_the_landing_alone(built):
         if before[name].CRC != after[name].CRC
     }
     assert unlike == {*landing.changed, "vllm/_version.py"}
-    assert after.keys() - before.keys() == landing.added.keys()
+    assert after.keys() - before.keys() == {*landing.added, native.LIBRARY}
     assert not before.keys() - after.keys()
     assert [before[n].external_attr for n in before] == [
         after[n].external_attr for n in before
@@ -191,11 +191,12 @@ def test_metadata_that_moved_is_refused(old, new):
 def test_equal_input_gives_an_equal_wheel(tmp_path, toy):
     landing = Landing({}, {"vllm/a.py": b"A = 2\n"}, {"vllm/b.py": b"B = 1\n"})
     for name in ("one", "two"):
-        wheel.write(CPU, toy, landing, tmp_path / name)
+        wheel.write(CPU, toy, landing, b"library", tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     with zipfile.ZipFile(tmp_path / "one") as archive:
         assert archive.read("vllm/a.py") == b"A = 2\n"
         assert archive.read("vllm/b.py") == b"B = 1\n"
+        assert archive.read(native.LIBRARY) == b"library"
         kept = archive.read(f"{wheel.dist_info(CPU)}/licenses/LICENSE")
         assert kept == b"a licence"
 
@@ -205,7 +206,8 @@ def test_equal_input_gives_an_equal_wheel(tmp_path, toy):
 )
 def test_a_landing_that_does_not_fit_is_refused(tmp_path, toy, changed, added):
     with pytest.raises(SeriesError, match="vllm/[ab].py"):
-        wheel.write(CPU, toy, Landing({}, changed, added), tmp_path / "out.whl")
+        landing = Landing({}, changed, added)
+        wheel.write(CPU, toy, landing, None, tmp_path / "out.whl")
 
 
 def test_the_version_module_agrees_with_the_metadata(built):

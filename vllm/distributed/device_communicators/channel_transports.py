@@ -11,6 +11,7 @@ from time import monotonic
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+import vllm.envs as envs
 from vllm.distributed.device_communicators.host_channels import HostChannels
 from vllm.distributed.device_communicators.host_reduction import reduce_over
 from vllm.distributed.graph_channels.identity import EagerLane
@@ -87,6 +88,8 @@ def attach_transports(
     if transport is None:
         return ()
     ledger.register(transport, group, lanes=(EagerLane.ALLREDUCE,))
+    # From here on a peer may be compiling: as long as vLLM waits for a step.
+    transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
     reduce_over(transport, communicator)  # type: ignore[arg-type]
     logger.info(
         "Graph channels of %s: %s, %d ranks, %s",
