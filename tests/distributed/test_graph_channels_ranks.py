@@ -423,6 +423,35 @@ def test_an_interrupt_of_a_collective_closes_the_group():  # R-C1 # R-D2 # R-D4
     assert on_ranks(2, body, deadline=2) == [True, True]
 
 
+def test_an_entry_that_ends_after_an_interrupt_is_left_again():  # R-B5
+    def body(rank):
+        capture = rank.transport.capture
+
+        @contextmanager
+        def slow(channel_id):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the main thread has gone by then
+            with capture(channel_id):
+                rank.here("entered")
+                yield
+
+        if rank.rank == 1:
+            rank.transport.capture = slow
+        with (
+            pytest.raises(KeyboardInterrupt if rank.rank else GroupClosed) as left,
+            rank.ledger.scope(TARGET),
+        ):
+            pytest.fail("entered")
+        rank.await_other("entered")
+        end = time.monotonic() + 5
+        while rank.transport.active_channel() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert left.value.__traceback__  # keeps alive what the entry had in hand
+        return rank.transport.active_channel(), open_scopes()
+
+    assert on_ranks(2, body, deadline=2) == [(None, ())] * 2
+
+
 # Closing --------------------------------------------------------------------
 
 
@@ -448,7 +477,7 @@ def test_closing_takes_the_memory_of_a_graph_that_still_lives():  # R-D1 # C21
 
 
 def test_a_shutdown_has_one_deadline_for_all_groups():  # R-D2
-    closing = 1.0
+    closing = 1.5
     groups = ("tp:0", "dcp:0", "tp:1", "dcp:1")
 
     def body(rank):

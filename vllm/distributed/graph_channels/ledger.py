@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from threading import Lock
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
 from vllm.distributed.graph_channels.scope import (
@@ -279,15 +280,24 @@ class Ledger:
     ) -> None:
         # Asked for on this thread, whose current stream is the scope's.
         scopes = [member.transport.capture(channel_id) for member in fresh]
+        handing_over, awaited = Lock(), True
         with ExitStack() as entered:
 
             def enter() -> None:
-                for scope in scopes:
-                    entered.enter_context(scope)
-                for member in fresh:
-                    member.transport.synchronize()
+                with ExitStack() as entering:
+                    for scope in scopes:
+                        entering.enter_context(scope)
+                    for member in fresh:
+                        member.transport.synchronize()
+                    with handing_over:
+                        if awaited:  # else left again, here
+                            entered.push(entering.pop_all())
 
-            group.together(f"capture on {channel_id}", enter, self._until())
+            try:
+                group.together(f"capture on {channel_id}", enter, self._until())
+            finally:
+                with handing_over:
+                    awaited = False
             members.enter_context(entered.pop_all())
         self._admitted.add((group, channel_id))
         for member in fresh:
