@@ -13,6 +13,9 @@ WEIGHTS := build/weights
 SOURCES := pyproject.toml constraints.txt \
 	$(shell find series vllm -type f -not -path '*/__pycache__/*')
 
+# What `make` runs needs no GPU, so it builds on the CPU base anywhere.
+export VLLM_TARGET_DEVICE ?= cpu
+
 .PHONY: run test lint tree install preflight clean
 .DELETE_ON_ERROR:
 
