@@ -104,9 +104,3 @@ int hc_close(hc_channel* channel, double seconds) {
   channel->state = kClosed;
   return HC_OK;
 }
-
-int hc_barrier(hc_channel* channel, double seconds, hc_fault* fault) {
-  const hc_operation operation = {HC_BARRIER, HC_FLOAT32, 0, {1, 1, 1}};
-  return run(*channel, operation, 0, seconds, *fault, [](char*) {},
-             [](const char* const*) {});
-}

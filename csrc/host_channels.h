@@ -23,10 +23,9 @@ enum { HC_MIN_WORLD = 2, HC_MAX_WORLD = 8 };
 enum hc_dtype { HC_FLOAT32 = 0, HC_BFLOAT16 = 1, HC_FLOAT16 = 2 };
 
 enum hc_kind {
-  HC_BARRIER = 1,
-  HC_ALL_REDUCE = 2,
-  HC_LSE_REDUCE_SCATTER = 3,
-  HC_GATHER_HEADS = 4,
+  HC_ALL_REDUCE = 1,
+  HC_LSE_REDUCE_SCATTER = 2,
+  HC_GATHER_HEADS = 3,
 };
 
 enum hc_status {
@@ -85,11 +84,9 @@ HC_EXPORT int hc_attach(hc_channel* channel, void* segment, uint32_t world,
 // returns HC_OK, nothing reads the segment on behalf of this channel any more.
 HC_EXPORT int hc_close(hc_channel* channel, double seconds);
 
-// Returns once every rank has called it.
-HC_EXPORT int hc_barrier(hc_channel* channel, double seconds, hc_fault* fault);
-
 // out[i] = the sum over ranks of in[i], added in fp32 and in the ranks' order:
-// the same bits on each of them. in and out may be the same.
+// the same bits on each of them. in and out may be the same. With a count of 0
+// it returns once every rank has called it.
 HC_EXPORT int hc_all_reduce(hc_channel* channel, const void* in, void* out,
                             uint64_t count, uint16_t dtype, double seconds,
                             hc_fault* fault);

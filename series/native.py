@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from series.errors import SeriesError
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = "vllm/distributed/device_communicators/libvllm_host_channels.so"
+LIBRARY = "vllm/distributed/device_communicators/libvllm_host_channels.so.1"
 
 # What builds it where the machine has no CMake, or none of its build tools.
 _TOOLS = {"cmake": "cmake==4.4.5", "ninja": "ninja==1.13.2"}

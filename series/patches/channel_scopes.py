@@ -29,6 +29,7 @@ ADDS = (
     f"{_CHANNELS}/__main__.py",
     f"{_CHANNELS}/deadline.py",
     f"{_CHANNELS}/demo.py",
+    f"{_CHANNELS}/entry.py",
     f"{_CHANNELS}/ledger.py",
     f"{_CHANNELS}/switches.py",
     f"{_CHANNELS}/together.py",

@@ -49,13 +49,13 @@ void a_killed_rank_is_missed() {
   const pid_t killed = start([=] {
     hc_channel channel = drive::attach(segment, 2, 1);
     hc_fault fault = {};
-    CHECK(hc_barrier(&channel, drive::kPatience, &fault) == HC_OK);
+    CHECK(drive::meet(&channel, drive::kPatience, &fault) == HC_OK);
     raise(SIGKILL);
   });
   hc_channel channel = drive::attach(segment, 2, 0);
   hc_fault fault = {};
-  CHECK(hc_barrier(&channel, drive::kPatience, &fault) == HC_OK);
-  CHECK(hc_barrier(&channel, drive::kShort, &fault) == HC_LATE);
+  CHECK(drive::meet(&channel, drive::kPatience, &fault) == HC_OK);
+  CHECK(drive::meet(&channel, drive::kShort, &fault) == HC_LATE);
   CHECK(fault.peers == 2 && fault.generation == 2);
   waitpid(killed, nullptr, 0);
   munmap(segment, hc_segment_bytes(2, drive::kSlot));

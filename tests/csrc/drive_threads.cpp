@@ -52,7 +52,7 @@ void close_while_waiting() {
   hc_channel channel = drive::attach(segment, 2, 0);
   std::thread waiting([&] {
     hc_fault fault = {};
-    CHECK(hc_barrier(&channel, 5 * drive::kShort, &fault) == HC_LATE);
+    CHECK(drive::meet(&channel, 5 * drive::kShort, &fault) == HC_LATE);
     CHECK(fault.peers == 2 && fault.generation == 1);
   });
   while (!__atomic_load_n(&channel.busy, __ATOMIC_RELAXED)) {

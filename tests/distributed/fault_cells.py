@@ -58,7 +58,8 @@ class Cell:
     world: int
 
     def __str__(self) -> str:
-        return f"{self.step}, {self.fault} on rank {self.rank} of {self.world}"
+        what = f"{self.step.value}, {self.fault.value}"
+        return f"{what} on rank {self.rank} of {self.world}"
 
 
 @dataclass(frozen=True)
@@ -270,9 +271,10 @@ def run_cell(cell: Cell, allowed: Then) -> list[Observed]:
         with _errors_logged() as logged:
             error = _live(worker, store, allowed)
         seconds = time.monotonic() - worker.trap.sprung_at
-        ending = Ending(_how(error, logged), _then(worker, error, allowed))
+        ending = Ending(_how(error, logged), _then(worker, allowed))
         said = logged if error is None else [str(error), *_notes(error)]
-        return Observed(ending, "; ".join(said), seconds, _left(worker, ending))
+        stuck = rank == cell.rank and cell.fault is not Fault.EXCEPTION
+        return Observed(ending, "; ".join(said), seconds, _left(ending, stuck))
 
     outcomes = ranks.run(cell.world, body, deadline=SET_UP + STALL + 2 * LIMIT)
     return [_observed(outcome) for outcome in outcomes]
@@ -321,7 +323,7 @@ def _how(error: BaseException | None, logged: list[str]) -> How:
     raise error
 
 
-def _then(worker: Worker, error: BaseException | None, allowed: Then) -> Then:
+def _then(worker: Worker, allowed: Then) -> Then:
     held = worker.ledger.inventory()
     if not held:
         return Then.GOES_ON if allowed is Then.GOES_ON else Then.CLOSES
@@ -329,14 +331,17 @@ def _then(worker: Worker, error: BaseException | None, allowed: Then) -> Then:
     return Then.ROLLS_BACK if rolled_back else Then.KEEPS
 
 
-def _left(worker: Worker, ending: Ending) -> tuple[str, ...]:
-    """Segments and threads that this rank's ending does not account for."""
+def _left(ending: Ending, stuck: bool) -> tuple[str, ...]:
+    """Segments and threads that a rank's ending does not account for.
+
+    Args:
+        ending: Of the rank.
+        stuck: Whether it was interrupted, or late, in something that holds a
+            daemon thread until the process ends.
+    """
     gc.collect()
-    # A daemon thread stays in what missed a deadline, or was interrupted.
-    stuck = ending.how in (How.RAISES, How.MISSED, How.KEPT)
-    freed = ending.then in (Then.GOES_ON, Then.CLOSES)
-    left = [] if stuck and not freed else _threads()
-    if freed:
+    left = [] if stuck else _threads()
+    if ending.then in (Then.GOES_ON, Then.CLOSES):
         maps = Path("/proc/self/maps").read_text().splitlines()
         left += [line for line in maps if "/memfd:vllm:" in line]
     return tuple(left)

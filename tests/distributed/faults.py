@@ -160,6 +160,10 @@ KeyboardInterrupt is what SIGINT raises, and SystemExit what a worker's handler 
 SIGTERM raises, as vLLM's does; the rows with SIGTERM are those of a rank that has no
 such handler. A stall outlasts every deadline. A rank that ends after an error
 abandons its ledger first, and closes nothing.
+
+An operation gives up before a vote does, here. Where it does not, a rank that waits
+in an operation of the warm-up misses the vote on the rollback; then nothing is rolled
+back, and the ranks end.
 """
 
 _MEANING = {

@@ -3,6 +3,7 @@
 
 import gc
 import logging
+import math
 import os
 import signal
 import time
@@ -120,7 +121,7 @@ def errors_logged():
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_first_entry_ends_when_all_are_in_and_idle(world):  # R-B6
     def body(rank):
-        idle_at = 0.0
+        idle_at = math.inf
 
         def synchronize():
             nonlocal idle_at
@@ -198,12 +199,26 @@ def test_members_of_a_catalogue_are_entered_again_in_any_order():  # R-A2 # C06
     assert on_ranks(2, body) == [([True, True], names)] * 2
 
 
-def test_first_entries_of_different_members_are_refused_on_all():  # R-B6 # C06
+def test_first_entries_of_a_common_catalogue_come_in_any_order():  # R-B6 # C06
     def body(rank):
         rank.ledger.prepare([TARGET, ENCODER])
+        order = (TARGET, ENCODER) if rank.rank == 0 else (ENCODER, TARGET)
+        for channel_id in order:
+            with rank.ledger.scope(channel_id):
+                pass
+        with rank.ledger.scope(TARGET):
+            rank.demand_sum()
+
+    on_ranks(2, body)
+
+
+def test_first_entries_of_channels_that_nobody_prepared_are_refused_on_all():  # C06
+    def body(rank):
+        before = rank.ledger.inventory()
         wanted = TARGET if rank.rank == 0 else ENCODER
         with pytest.raises(Refused) as refused, rank.ledger.scope(wanted):
             pytest.fail("entered")
+        assert rank.ledger.inventory() == before
         with rank.ledger.scope(TARGET):  # nothing was begun: they are in step
             rank.demand_sum()
         return str(refused.value)
@@ -211,6 +226,27 @@ def test_first_entries_of_different_members_are_refused_on_all():  # R-B6 # C06
     for said in on_ranks(2, body):
         assert "rank 0: voted on 'capture on vllm:target:production'" in said
         assert "rank 1: voted on 'capture on vllm:encoder:production'" in said
+
+
+def test_lanes_that_a_peer_could_not_prepare_are_freed_by_the_close():  # C38
+    def body(rank):
+        other = host_channels(rank.rank, 2, rank.store, deadline=1)
+        beside = group("other", rank.rank, 2, rank.store)
+        if rank.rank == 1:
+            prepare = other.prepare
+
+            def fail(channels):
+                prepare(channels)
+                raise MemoryError("x")
+
+            other.prepare = fail
+        with pytest.raises((MemoryError, Refused), match="x"):
+            rank.ledger.register(other, beside, lanes=(EagerLane.DCP,))
+        assert other.inventory()
+        rank.ledger.close()
+        assert not other.inventory()
+
+    on_ranks(2, body)
 
 
 def test_a_different_catalogue_is_refused_on_all():  # R-D6 # C06
@@ -337,6 +373,26 @@ def test_one_rank_fails_while_another_goes_on_to_its_next_owner():  # R-C1
         return type(caught.value)
 
     assert on_ranks(2, body) == [Refused, KeyboardInterrupt]
+
+
+def test_a_rank_that_is_missing_from_the_rollback_keeps_what_there_is():  # R-C1
+    def body(rank):
+        # As long as a vote: the rank that waits in the warm-up misses the next.
+        rank.transport.deadline = 2.0
+
+        def fail():
+            if rank.rank == 1:
+                raise MemoryError("out of memory")
+
+        expected = MemoryError if rank.rank == 1 else HostChannelError
+        with pytest.raises(expected) as caught:
+            profile(rank, fail)
+        (note,) = caught.value.__notes__
+        assert "roll back: abandoned: rank 0 did not vote in time" in note
+        return [str(name) for name in rank.transport.inventory()]
+
+    kept = ["vllm:eager:allreduce", "vllm:target:profile"]
+    assert on_ranks(2, body, deadline=2.0) == [kept, kept]
 
 
 def test_a_hundred_profiles_leave_names_bytes_and_descriptors():  # R-C2 # C13

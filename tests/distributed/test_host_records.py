@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import struct
+from ctypes import c_uint64
 
 import pytest
 from hypothesis import given
@@ -113,5 +114,7 @@ def test_whatever_a_peer_says_it_is_doing_can_be_told(data):
 
 def test_the_structures_are_as_long_as_in_the_library():
     assert ctypes.sizeof(OperationRecord) == 32
-    assert described(OperationRecord(Kind.BARRIER)) == "barrier"
+    assert described(OperationRecord(Kind.ALL_REDUCE, 0, 0, (c_uint64 * 3)(7))) == (
+        "all-reduce of 7 float32"
+    )
     assert len(Status) == 11

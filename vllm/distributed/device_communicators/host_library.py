@@ -17,17 +17,16 @@ MIN_WORLD = 2
 MAX_WORLD = 8
 MAX_SLOT_BYTES = 1 << 30
 
-LIBRARY = Path(__file__).with_name("libvllm_host_channels.so")
+LIBRARY = Path(__file__).with_name("libvllm_host_channels.so.1")
 
 
 @unique
 class Kind(IntEnum):
     """What a rank does on a channel."""
 
-    BARRIER = 1
-    ALL_REDUCE = 2
-    LSE_REDUCE_SCATTER = 3
-    GATHER_HEADS = 4
+    ALL_REDUCE = 1
+    LSE_REDUCE_SCATTER = 2
+    GATHER_HEADS = 3
 
 
 @unique
@@ -91,7 +90,6 @@ _ARGUMENTS = {
     "hc_format": [c_void_p, c_uint32, c_uint64],
     "hc_attach": [_CHANNEL, c_void_p, c_uint32, c_uint32, c_uint64],
     "hc_close": [_CHANNEL, c_double],
-    "hc_barrier": [_CHANNEL, *_END],
     "hc_all_reduce": [_CHANNEL, c_void_p, c_void_p, c_uint64, c_uint16, *_END],
     "hc_lse_reduce_bytes": _HEADS,
     "hc_lse_reduce_scatter": [_CHANNEL, *[c_void_p] * 4, *_HEADS, c_uint32, *_END],

@@ -7,7 +7,6 @@ What a ledger asks of a transport, without what is done on the channels.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from vllm.distributed.device_communicators.host_exchange import Exchange, Store
 from vllm.distributed.device_communicators.host_library import (
@@ -16,21 +15,12 @@ from vllm.distributed.device_communicators.host_library import (
     MIN_WORLD,
     library,
 )
-from vllm.distributed.device_communicators.host_operations import BARRIER
 from vllm.distributed.device_communicators.host_segments import (
     HostChannel,
     HostChannelError,
 )
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
 from vllm.distributed.graph_channels.transport import Checkpoint, Checkpoints
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a checkpoint remembers."""
-
-    prepared: frozenset[ChannelId | EagerLane]
-    entered: frozenset[ChannelId]
 
 
 class HostLifecycle:
@@ -81,7 +71,6 @@ class HostLifecycle:
         self._exchanges = 0
         self._closed = False
         self._channels: dict[ChannelId | EagerLane, HostChannel] = {}
-        self._entered: set[ChannelId] = set()
         self._scopes: list[ChannelId] = []
         self._checkpoints = Checkpoints[object]()
 
@@ -112,7 +101,7 @@ class HostLifecycle:
     def capture(self, channel_id: ChannelId) -> Iterator[None]:
         """Make a channel the one that operations use; prepared if it is not yet.
 
-        Collective the first time: it returns when every rank has entered.
+        Collective if it is not; each rank may enter prepared ones in any order.
 
         Raises:
             TypeError: No name is given.
@@ -125,9 +114,6 @@ class HostLifecycle:
                 f"{channel_id!r}; pass channel_id to graph_capture()"
             )
         self.prepare([channel_id])
-        if channel_id not in self._entered:
-            self._channels[channel_id].run(BARRIER, self.deadline)
-            self._entered.add(channel_id)
         depth = len(self._scopes)
         self._scopes.append(channel_id)
         try:
@@ -136,15 +122,14 @@ class HostLifecycle:
             del self._scopes[depth:]
 
     def checkpoint(self) -> Checkpoint[object]:
-        """Note which channels there are, and which were captured on. Local.
+        """Note which channels there are. Local.
 
         Raises:
             RuntimeError: A capture scope is open, or the transport is closed.
         """
         self._demand_open()
         self._demand_no_scope("checkpoint")
-        state = _State(frozenset(self._channels), frozenset(self._entered))
-        return self._checkpoints.take(state)
+        return self._checkpoints.take(frozenset(self._channels))
 
     def rollback(self, checkpoint: Checkpoint[object]) -> None:
         """Free what was prepared since a checkpoint. Every rank calls it.
@@ -160,10 +145,9 @@ class HostLifecycle:
         self._demand_open()
         self._demand_no_scope("rollback")
         self._checkpoints.demand(checkpoint)
-        state = checkpoint.state
-        assert isinstance(state, _State)
-        self._free([name for name in self._channels if name not in state.prepared])
-        self._entered &= state.entered
+        kept = checkpoint.state
+        assert isinstance(kept, frozenset)
+        self._free([name for name in self._channels if name not in kept])
         self._checkpoints.spend(checkpoint)
 
     def synchronize(self) -> None:

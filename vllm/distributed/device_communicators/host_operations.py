@@ -19,7 +19,6 @@ from vllm.distributed.device_communicators.host_library import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _WORDS = {
-    Kind.BARRIER: "barrier",
     Kind.ALL_REDUCE: "all-reduce",
     Kind.LSE_REDUCE_SCATTER: "LSE-weighted reduce-scatter",
     Kind.GATHER_HEADS: "gather of heads",
@@ -47,15 +46,12 @@ class HostOperation(NamedTuple):
         return _words(self.kind, self.extents, code)
 
 
-BARRIER = HostOperation(Kind.BARRIER, (), (), ())
-
-
 def described(record: OperationRecord) -> str:
     """In words, what a peer says it is doing; the record may hold anything."""
     if record.kind not in list(Kind) or record.dtype >= len(DTYPES):
         return f"an unknown operation ({record.kind}, {record.dtype})"
     kind = Kind(record.kind)
-    used = {Kind.BARRIER: 0, Kind.ALL_REDUCE: 1}.get(kind, 3)
+    used = 1 if kind is Kind.ALL_REDUCE else 3
     words = _words(kind, record.extents[:used], record.dtype)
     return words + (" (LSE to base 2)" if record.flags else "")
 
@@ -144,8 +140,6 @@ def refusal(tensor: torch.Tensor) -> str | None:
 
 
 def _words(kind: Kind, extents: Sequence[int], code: int) -> str:
-    if kind is Kind.BARRIER:
-        return _WORDS[kind]
     sizes = " x ".join(map(str, extents))
     dtype = str(DTYPES[code]).removeprefix("torch.")
     return f"{_WORDS[kind]} of {sizes} {dtype}"

@@ -17,7 +17,7 @@ class DeadlineMissed(TimeoutError):
         self.what, self.seconds = what, seconds
 
     def __str__(self) -> str:
-        return f"{self.what} did not end within {self.seconds:g} s"
+        return f"{self.what} did not end within {self.seconds:.3g} s"
 
 
 def demand_seconds(seconds: float) -> None:

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from threading import Lock
 
+from vllm.distributed.graph_channels.entry import enter_together
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
 from vllm.distributed.graph_channels.scope import (
     Admission,
@@ -111,6 +111,7 @@ class Ledger:
             return
         self.add_group(group)
         member = _Member(transport, group)
+        self._members.append(member)  # now, to be closed even if the next step fails
         if lanes:
             group.together(
                 f"prepare {', '.join(map(str, lanes))}",
@@ -119,7 +120,6 @@ class Ledger:
             )
         for snapshot in self._checkpoints.honoured():
             snapshot.add(member)
-        self._members.append(member)
         for scope in open_scopes():
             if scope.channel_id is not None and scope.admit == self.admit:
                 self._admit_group(group, scope.channel_id, scope.members)
@@ -278,27 +278,17 @@ class Ledger:
         fresh: Sequence[_Member],
         members: ExitStack,
     ) -> None:
-        # Asked for on this thread, whose current stream is the scope's.
-        scopes = [member.transport.capture(channel_id) for member in fresh]
-        handing_over, awaited = Lock(), True
-        with ExitStack() as entered:
-
-            def enter() -> None:
-                with ExitStack() as entering:
-                    for scope in scopes:
-                        entering.enter_context(scope)
-                    for member in fresh:
-                        member.transport.synchronize()
-                    with handing_over:
-                        if awaited:  # else left again, here
-                            entered.push(entering.pop_all())
-
-            try:
-                group.together(f"capture on {channel_id}", enter, self._until())
-            finally:
-                with handing_over:
-                    awaited = False
-            members.enter_context(entered.pop_all())
+        prepared = all(channel_id in m.transport.inventory() for m in fresh)
+        # Ranks may take what is prepared in any order; what is not, together.
+        which = "a prepared channel" if fresh and prepared else channel_id
+        entered = enter_together(
+            group,
+            f"capture on {which}",
+            [member.transport for member in fresh],
+            channel_id,
+            self._until(),
+        )
+        members.enter_context(entered)
         self._admitted.add((group, channel_id))
         for member in fresh:
             member.entered.add(channel_id)

@@ -113,6 +113,7 @@ class Group:
             self._failed = f"{self.name}: {verdict}; only closing is possible now"
             if failure is None:
                 raise
+            failure.add_note(str(verdict))
         except GroupClosed:
             if failure is None:
                 raise

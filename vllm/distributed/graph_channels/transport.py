@@ -103,9 +103,11 @@ class Transport(Protocol):
     def capture(self, channel_id: ChannelId) -> AbstractContextManager[None]:
         """Make a channel the one that operations use, for a ``with`` block.
 
-        Scopes nest and the innermost wins. The first entry of an id after it
-        was prepared, or after a rollback, is collective; later ones are not.
-        Leaving is never collective and never fails for what the body raised.
+        Scopes nest and the innermost wins. An id that is not prepared is, so the
+        ranks enter the same one then. The first entry of a prepared id, and of
+        one that was rolled back, may be collective, but each rank may enter
+        another id. Later entries are not collective. Leaving never is, and never
+        fails for what the body raised.
         """
 
     def checkpoint(self) -> Checkpoint[object]:
