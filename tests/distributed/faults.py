@@ -85,13 +85,12 @@ def _row(it: How, it_then: Then, others: How, others_then: Then) -> Row:
     return Row(Ending(it, it_then), Ending(others, others_then))
 
 
-# Where a step is collective, the others wait in it for the failing rank, until
-# their operation gives up; elsewhere they come to the next vote, and wait there.
-_COLLECTIVE = {
-    _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.WAITS, Then.CLOSES),
-    _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
-    _KILL: _row(How.DIES, Then.GONE, How.WAITS, Then.KEEPS),
-    _STALL: _row(How.MISSED, Then.KEEPS, How.WAITS, Then.KEEPS),
+# Each rank does its part of the step alone, and all say in a vote how it went.
+_ALONE = {
+    _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.REFUSED, Then.CLOSES),
+    _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.ABANDONED, Then.KEEPS),
+    _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
+    _STALL: _row(How.MISSED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
 }
 # All come to the vote on the rollback, unless one is dead or late.
 _RECORDING = {
@@ -108,8 +107,14 @@ _TABLE = {
         _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
         _STALL: _row(How.ABANDONED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
     },
-    Step.PREPARE: _COLLECTIVE,
-    Step.ENTRY: _COLLECTIVE,
+    # The ranks exchange what they allocate, so the others wait in that.
+    Step.PREPARE: {
+        _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.WAITS, Then.CLOSES),
+        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
+        _KILL: _row(How.DIES, Then.GONE, How.WAITS, Then.KEEPS),
+        _STALL: _row(How.MISSED, Then.KEEPS, How.WAITS, Then.KEEPS),
+    },
+    Step.ENTRY: _ALONE,
     Step.WARM_UP: {
         _EXCEPTION: _row(How.RAISES, Then.GOES_ON, How.WAITS, Then.GOES_ON),
         _INTERRUPT: _row(How.RAISES, Then.ROLLS_BACK, How.WAITS, Then.ROLLS_BACK),
@@ -118,12 +123,7 @@ _TABLE = {
     },
     Step.CAPTURE: _RECORDING,
     Step.EXIT: _RECORDING,
-    Step.ROLLBACK: {
-        _EXCEPTION: _row(How.RAISES, Then.CLOSES, How.REFUSED, Then.CLOSES),
-        _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.ABANDONED, Then.KEEPS),
-        _KILL: _row(How.DIES, Then.GONE, How.ABANDONED, Then.KEEPS),
-        _STALL: _row(How.MISSED, Then.KEEPS, How.ABANDONED, Then.KEEPS),
-    },
+    Step.ROLLBACK: _ALONE,
     Step.REPLAY: {
         _EXCEPTION: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
         _INTERRUPT: _row(How.RAISES, Then.KEEPS, How.WAITS, Then.KEEPS),
