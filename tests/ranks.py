@@ -103,6 +103,8 @@ def _start(rank: int, count: int, body: Body, path: str) -> tuple[int, int]:
             os.close(reader)
             # the parent's OpenMP threads do not live here, a pool would hang
             torch.set_num_threads(1)
+            # a shell that runs tests in the background has SIGINT ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             report, status = _call(rank, body, FileStore(path, count))
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(report)

@@ -36,7 +36,11 @@ _BALLOT = struct.Struct(f"<H16s?HH{_SUBJECT_BYTES}s{_ERROR_BYTES}s")
 # version; verdict; ranks that had not voted; ranks with an error
 _RULING = struct.Struct("<H9sQQ")
 
+# The store is asked at once, then less and less often: most ranks come at once,
+# and those that wait long must not keep the store from the one that is missing.
 _POLL_SECONDS = 0.001
+_POLL_GROWTH = 1.2
+_POLL_SECONDS_AT_MOST = 0.02
 # So much of a deadline, but no more, is kept for writing and reading a verdict.
 _RESERVED_SHARE, _RESERVED_SECONDS = 0.25, 2.0
 
@@ -230,9 +234,11 @@ class Electorate:
         """Wait for a verdict or all ballots, or until the time is up."""
         verdict = [self._key(number, "verdict")]
         ballots = [self._key(number, rank) for rank in range(self._size)]
+        pause = _POLL_SECONDS
         while not (self._store.check(verdict) or self._store.check(ballots)):
-            if monotonic() >= until or left.wait(_POLL_SECONDS):
+            if monotonic() >= until or left.wait(pause):
                 break
+            pause = min(pause * _POLL_GROWTH, _POLL_SECONDS_AT_MOST)
 
     def _rule(self, number: int, left: Event) -> _Ruling:
         """The verdict that stands: this rank's own, if there was none."""
