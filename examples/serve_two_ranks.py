@@ -93,6 +93,7 @@ def demonstrate(weights: Path) -> None:
             print(f"  {name}")
         print("starting vllm serve on two tensor-parallel ranks, and on one:")
         wait_until_ready([two, one], _START_SECONDS)
+        watch.note([two, one])
         from_two, from_one = two.embed(SENTENCES), one.embed(SENTENCES)
         check_lane(two)
     print(table(from_two))
@@ -103,7 +104,9 @@ def demonstrate(weights: Path) -> None:
         raise WrongAnswer(f"that is more than {_RANKS_DIFFER_BELOW:.0e}")
     left = watch.left()
     if left:
-        raise ServerError(f"shared memory is left in /dev/shm: {', '.join(left)}")
+        raise ServerError(
+            f"the servers left files in /dev/shm: {', '.join(left)}; remove them there"
+        )
     print("servers stopped; no process and no shared memory is left")
     demonstrate_channels()
 

@@ -75,6 +75,11 @@ class Server:
     ) -> None:
         self.stop()
 
+    @property
+    def session(self) -> int:
+        """The session that every process of the server is in."""
+        return self._process.pid
+
     def ready(self) -> bool:
         """Whether it answers yet.
 
@@ -130,7 +135,7 @@ class Server:
 
     def _alive(self) -> list[int]:
         self._process.poll()
-        return list(_session_members(self._process.pid))
+        return list(_session_members(self.session))
 
     def _kill(self) -> None:
         """The last resort. A tracker is spared: it frees what the killed left."""
@@ -146,19 +151,25 @@ class Server:
 
 
 class SharedMemoryWatch:
-    """Knows which shared-memory files of this user are new since it was made."""
+    """Knows the files in shared memory that servers use, and no one else's."""
 
     def __init__(self) -> None:
-        self._before = set(_shared_files())
+        self._theirs: set[str] = set()
+
+    def note(self, servers: Sequence[Server]) -> None:
+        """Remember what the servers' processes have mapped or opened now."""
+        for server in servers:
+            for pid in _session_members(server.session):
+                self._theirs |= set(_shared_files(pid))
 
     def left(self, seconds: float = 10.0) -> list[str]:
-        """New files that are still there after a while."""
+        """Those that are still there after a while."""
         deadline = time.monotonic() + seconds
-        while True:
-            new = sorted(set(_shared_files()) - self._before)
-            if not new or time.monotonic() > deadline:
-                return new
+        while left := sorted(f for f in self._theirs if (_SHARED_MEMORY / f).exists()):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.1)
+        return left
 
 
 def wait_until_ready(servers: Sequence[Server], seconds: float) -> None:
@@ -221,11 +232,21 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _shared_files() -> Iterator[str]:
-    for file in _SHARED_MEMORY.iterdir():
-        with suppress(FileNotFoundError):
-            if file.stat().st_uid == os.getuid():
-                yield file.name
+def _shared_files(pid: int) -> Iterator[str]:
+    """The files in shared memory that a process has mapped or opened."""
+    process = Path(f"/proc/{pid}")
+    with suppress(OSError):
+        for line in (process / "maps").read_text().splitlines():
+            yield from _below_shared_memory(line.partition("/")[2])
+        for link in (process / "fd").iterdir():
+            with suppress(FileNotFoundError):
+                yield from _below_shared_memory(os.readlink(link).removeprefix("/"))
+
+
+def _below_shared_memory(path: str) -> Iterator[str]:
+    folder, _, name = path.rpartition("/")
+    if f"/{folder}" == str(_SHARED_MEMORY) and not name.endswith(" (deleted)"):
+        yield name
 
 
 @contextmanager

@@ -5,7 +5,10 @@ The library is small and optional: without a compiler the wheel is built all the
 same, and choosing the host transport says what is missing.
 """
 
+from __future__ import annotations
+
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,6 +17,7 @@ from tempfile import TemporaryDirectory
 from series.errors import SeriesError
 
 ROOT = Path(__file__).resolve().parent.parent
+COMPILERS = ("c++", "g++", "clang++")
 LIBRARY = "vllm/distributed/device_communicators/libvllm_host_channels.so.1"
 
 # What builds it where the machine has no CMake, or none of its build tools.
@@ -22,7 +26,7 @@ _TOOLS = {"cmake": "cmake==4.4.5", "ninja": "ninja==1.13.2"}
 
 def requirements() -> list[str]:
     """Packages that bring the build tools which this machine lacks."""
-    if _compiler() is None:
+    if find_compiler() is None:
         return []
     lacking = [] if shutil.which("cmake") else ["cmake"]
     if not (shutil.which("make") or shutil.which("ninja")):
@@ -36,7 +40,7 @@ def build() -> bytes | None:
     Raises:
         SeriesError: There is a compiler and it refused.
     """
-    if _compiler() is None:
+    if find_compiler() is None:
         print("no C++ compiler: built without the host transport's library")
         return None
     with TemporaryDirectory() as scratch:
@@ -46,12 +50,10 @@ def build() -> bytes | None:
         return library.read_bytes()
 
 
-def _compiler() -> str | None:
-    """The C++ compiler that CMake would take."""
-    named = os.environ.get("CXX")
-    if named:
-        return shutil.which(named)
-    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+def find_compiler() -> str | None:
+    """The C++ compiler that CMake would take; ``CXX`` may hold options too."""
+    named = shlex.split(os.environ.get("CXX", ""))[:1]
+    return next(filter(None, map(shutil.which, named or COMPILERS)), None)
 
 
 def _cmake(*arguments: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from series.environment import Fault, foreign_vllm
+from series.native import COMPILERS, find_compiler
 
 _GIB = 1 << 30
 _PYTHONS = ((3, 11), (3, 12))
@@ -27,7 +28,6 @@ _DISK_FIRST = 12 * _GIB
 _DISK_AGAIN = 2 * _GIB
 # Two servers with their queues between processes take 1.1 GiB while they run.
 _SHARED_MEMORY = 2 * _GIB
-_COMPILERS = ("g++", "clang++", "c++")
 
 
 def main(arguments: list[str]) -> int:
@@ -80,11 +80,10 @@ def venv_module() -> Iterator[Fault]:
 
 def compiler() -> Iterator[Fault]:
     """torch.compile builds its CPU kernels with it, at run time."""
-    named = os.environ.get("CXX")
-    if not any(shutil.which(name) for name in ([named] if named else _COMPILERS)):
+    if find_compiler() is None:
         yield Fault(
             "a C++ compiler",
-            f"none called {named or ' or '.join(_COMPILERS)}",
+            f"none called {os.environ.get('CXX') or ' or '.join(COMPILERS)}",
             "apt-get install g++, or set CXX to the one you have",
         )
 

@@ -220,8 +220,8 @@ def _refusal(tree: Path, found: Survey, landing: Landing) -> SeriesError:
     return SeriesError(
         f"the series landed on {tree}",
         found=f"{seen}:{listed}",
-        do=f"land on a pristine tree of vLLM {release} (`make tree` unpacks one); "
-        "nothing was written",
+        do=f"land on a pristine tree of vLLM {release}, such as `python -m "
+        "series.upstream DIR` unpacks; nothing was written",
     )
 
 

@@ -113,7 +113,7 @@ def locate(base: Base) -> Path:
         SeriesError: There is no such wheel, or its content is not the pinned.
     """
     location = os.environ.get(LOCATION)
-    if location is None or "://" in location:
+    if not location or "://" in location:
         wheel = CACHE / base.filename
         if not wheel.exists():
             _fetch(base, wheel, location)
@@ -145,8 +145,10 @@ def verify(base: Base, wheel: Path) -> None:
         raise SeriesError(
             asked,
             found=f"{_title(wheel)}, sha256 {found} where {base.sha256} is pinned",
-            do=f"remove that file, unset {LOCATION} and run again to download "
-            f"{base.filename}",
+            do=f"let {LOCATION} name {base.filename}, or a folder with the wheels of "
+            "both bases, or unset it to download"
+            if os.environ.get(LOCATION)
+            else "remove that file and run again to download it",
         )
 
 

@@ -2,8 +2,11 @@
 """`python -m vllm.distributed.graph_channels demo` says what happened."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -49,9 +52,49 @@ def test_a_rank_that_dies_is_told(capfd, monkeypatch):
     monkeypatch.setattr(demo, "_DEADLINE", 1.0)
     assert demo.run(2, 10) == 1
     said = capfd.readouterr()
-    assert "a rank ended before its time" in said.err
+    assert "rank 1 ended before its time" in said.err
     assert "rank 0: " in said.err
     assert "NOT as it should be" in said.out
+
+
+def _ranks_of(parent):
+    """The processes that a process has started."""
+    return Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)],
+)
+def test_no_rank_outlives_an_ended_demo(ending, status):
+    command = [sys.executable, "-m", "vllm.distributed.graph_channels", "demo"]
+    started = subprocess.Popen(
+        [*command, "--rounds", "1000000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    until = time.monotonic() + 120
+    while len(ranks := _ranks_of(started.pid)) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    time.sleep(1)
+    started.send_signal(ending)
+    _, said = started.communicate(timeout=30)
+    assert started.returncode == status
+    assert "Traceback" not in said
+    while any(_alive(rank) for rank in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def _alive(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def test_what_stays_allocated_is_told(capfd, monkeypatch):

@@ -7,13 +7,15 @@ threads, reduce outside any graph, and take everything down. Every sum is
 checked; what is printed is what happened.
 """
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -42,6 +44,7 @@ _INNER = (Owner.DRAFT, Owner.ENCODER)
 _OWNERS = (Owner.TARGET, *_INNER)
 _ELEMENTS = 1024
 _DEADLINE = 20.0
+_PR_SET_PDEATHSIG = 1
 _WHOLE_SECONDS = 300.0
 
 
@@ -67,14 +70,15 @@ class Report:
     Attributes:
         channels: A tally for each channel's name.
         profiled: Bytes that profiling allocated for a while.
-        rolled_back: Whether names and bytes were as before afterwards.
+        rolled_back: Whether names and bytes were as before afterwards; None if it
+            did not come to that.
         left: Channels that were there after the end.
         error: What went wrong, if the rank did not get to the end.
     """
 
     channels: dict[str, Tally] = field(default_factory=dict)
     profiled: int = 0
-    rolled_back: bool = False
+    rolled_back: bool | None = None
     left: int = 0
     error: str | None = None
 
@@ -82,7 +86,7 @@ class Report:
     def good(self) -> bool:
         """Whether every sum was right and nothing is left."""
         right = all(tally.done and not tally.wrong for tally in self.channels.values())
-        return right and self.rolled_back and not self.left and self.error is None
+        return bool(right and self.rolled_back and not self.left and not self.error)
 
 
 @dataclass
@@ -97,7 +101,9 @@ class _Captured:
 class _Rank:
     """One rank of the demonstration."""
 
-    def __init__(self, rank: int, world: int, folder: str, rounds: int) -> None:
+    def __init__(
+        self, rank: int, world: int, folder: str, rounds: int, report: Report
+    ) -> None:
         self.rank, self.world, self.rounds = rank, world, rounds
         store = FileStore(os.path.join(folder, "store"), world)
         self.transport = HostChannels(
@@ -113,9 +119,9 @@ class _Rank:
         )
         group = Group("demo", Electorate(store, rank, world, "demo"))
         self.ledger.register(self.transport, group, lanes=(EagerLane.ALLREDUCE,))
-        self.report = Report()
+        self.report = report
 
-    def live(self) -> Report:
+    def live(self) -> None:
         """From the first profile to the last close."""
         self.profile()
         self.ledger.prepare(catalogue(_OWNERS, Phase.PRODUCTION))
@@ -126,7 +132,6 @@ class _Rank:
         graphs.clear()
         self.ledger.close()
         self.report.left = sum(map(len, self.ledger.inventory().values()))
-        return self.report
 
     def profile(self) -> None:
         before = self.ledger.inventory()
@@ -211,12 +216,17 @@ def run(world: int, rounds: int) -> int:
         rounds: How often each graph is replayed.
 
     Returns:
-        0 if every sum was right on every rank and nothing was left, else 1.
+        0 if every sum was right on every rank and nothing was left, 1 if not, and
+        130 after an interrupt. No process is left.
     """
     print(f"{world} ranks, one process each, reducing over shared memory", flush=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        reports = _reports(world, rounds, folder)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            reports = _reports(world, rounds, folder)
+    except KeyboardInterrupt:
+        print("interrupted; every rank was ended", file=sys.stderr)
+        return 130
     _print(reports)
     good = all(report.good for report in reports)
     seconds = time.monotonic() - started
@@ -238,58 +248,62 @@ def _reports(world: int, rounds: int, folder: str) -> list[Report]:
             process.start()
             writer.close()
             started.append((process, reader))
-        return [_receive(reader, until) for _, reader in started]
+        return [
+            _receive(reader, rank, until) for rank, (_, reader) in enumerate(started)
+        ]
     finally:
+        # A rank that has reported has nothing left to do.
         for process, _ in started:
-            process.join(timeout=1)
             process.kill()
+        for process, _ in started:
             process.join()
 
 
 def _work(writer: Connection, rank: int, world: int, folder: str, rounds: int) -> None:
+    # Ctrl-C is the parent's to answer, and a rank does not outlive it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    report = Report()
     try:
-        report = _Rank(rank, world, folder, rounds).live()
+        _Rank(rank, world, folder, rounds, report).live()
     except Exception as error:
-        report = Report(error=f"rank {rank}: {type(error).__name__}: {error}")
+        report.error = f"rank {rank}: {type(error).__name__}: {error}"
     writer.send(report)
 
 
-def _receive(reader: Connection, until: float) -> Report:
+def _receive(reader: Connection, rank: int, until: float) -> Report:
     try:
         if reader.poll(max(0.0, until - time.monotonic())):
             report = reader.recv()
             assert isinstance(report, Report)
             return report
-        return Report(error=f"no answer within {_WHOLE_SECONDS:g} s")
+        return Report(error=f"rank {rank} gave no answer in {_WHOLE_SECONDS:g} s")
     except EOFError:
-        return Report(error="a rank ended before its time")
+        return Report(error=f"rank {rank} ended before its time")
 
 
 def _print(reports: list[Report]) -> None:
-    first = reports[0]
-    back = all(report.rolled_back for report in reports)
-    kept = "names and bytes are as before" if back else "NOT all of it came back"
-    print(f"profiling took {first.profiled // 1024} KiB and was rolled back: {kept}")
+    fullest = max(reports, key=lambda report: len(report.channels))
+    if any(report.rolled_back is not None for report in reports):
+        back = all(report.rolled_back is not False for report in reports)
+        kept = "names and bytes are as before" if back else "NOT all of it came back"
+        profiled = max(report.profiled for report in reports) // 1024
+        print(f"profiling took {profiled} KiB and was rolled back: {kept}")
     rows = [("channel", "owner", "KiB", "replays", "wrong sums")]
-    for name, tally in first.channels.items():
+    for name, tally in fullest.channels.items():
         wrong = sum(r.channels[name].wrong for r in reports if name in r.channels)
         owner = name.split(":")[1]
-        size = str(tally.size // 1024)
-        rows.append((name, owner, size, str(tally.done), str(wrong)))
+        rows.append((name, owner, f"{tally.size // 1024}", f"{tally.done}", f"{wrong}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(row, widths, (str.ljust, str.ljust, *[str.rjust] * 3), strict=True)
-        print("  " + "  ".join(_pad(pad, text, width) for text, width, pad in cells))
+    for name, owner, *numbers in rows:
+        left = f"  {name:<{widths[0]}}  {owner:<{widths[1]}}"
+        columns = zip(numbers, widths[2:], strict=True)
+        print(left + "".join(f"  {text:>{width}}" for text, width in columns))
     for report in reports:
         if report.error is not None:
             print(report.error, file=sys.stderr)
 
 
-def _pad(pad: Callable[[str, int], str], text: str, width: int) -> str:
-    return pad(text, width)
-
-
-def _total(inventory: object) -> int:
-    assert isinstance(inventory, dict)
+def _total(inventory: Mapping[str, Mapping[str, int]]) -> int:
     return sum(sum(names.values()) for names in inventory.values())
