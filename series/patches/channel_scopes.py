@@ -3,9 +3,9 @@
 
 Why: A name alone keeps no graph out of another's buffers. Model parallel groups
     now come with one ledger that owns whatever moves data over channels: it
-    enters an owner's channel on all of them when graph_capture opens, rolls back
-    what a disposable capture allocated, and closes them before the first group
-    goes. A rank that does not come is told of within a deadline, not waited for.
+    enters an owner's channel on all of them when graph_capture opens, can roll
+    back what a disposable capture allocated, and closes them before the first
+    group goes. A rank that does not come is told of within a deadline, not waited for.
     The host transport, off by default, gives the CPU platform such channels.
 Upstream: Capture enters the communicators of TP and PP; nobody owns channels.
 Drop-when: Upstream has an owner for the transports of a group.

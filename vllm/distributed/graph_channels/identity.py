@@ -38,7 +38,7 @@ class Owner(Enum):
     """The V1 runner's proposer, which captures inside the target's scope."""
 
     DRAFT_PREFILL = "draft_prefill"
-    """First step of an autoregressive speculator (EAGLE, MTP, draft model)."""
+    """First step of an autoregressive speculator (EAGLE, MTP, Gemma4)."""
 
     DRAFT_DECODE = "draft_decode"
     """Later steps of an autoregressive speculator."""
