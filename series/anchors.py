@@ -136,6 +136,46 @@ def one_with(place: Place, item: str) -> cst.With:
     return found[0]
 
 
+def one_statement(place: Place, words: str) -> tuple[cst.IndentedBlock, int]:
+    """The block and the index of the only simple statement of that kind.
+
+    Args:
+        place: The function to look in, at any depth but in functions inside it.
+        words: The statement, what it assigns to, or what it calls, as written.
+
+    Raises:
+        SeriesError: There is none, or there are several.
+    """
+    statements = _Statements(place.node)
+    place.node.visit(statements)
+    named = [(name, where) for where in statements.found for name in _names(where)]
+    found = [(block, at) for name, (block, at) in named if name == words]
+    if len(found) != 1:
+        raise _miscounted(
+            f"exactly one statement {words} in {place.name}",
+            place.module,
+            [block.body[at] for block, at in found],
+            difflib.get_close_matches(words, {name for name, _ in named}),
+        )
+    return found[0]
+
+
+def _names(where: tuple[cst.IndentedBlock, int]) -> set[str]:
+    """What a statement may be called: itself, its target, or its callee."""
+    block, at = where
+    line = cst.ensure_type(block.body[at], cst.SimpleStatementLine)
+    names = {code_of(line.with_changes(leading_lines=[])).partition("  #")[0]}
+    match line.body[0]:
+        case (
+            cst.AnnAssign(target=target)
+            | cst.Assign(targets=[cst.AssignTarget(target)])
+        ):
+            names.add(code_of(target))
+        case cst.Expr(value=cst.Call(func=callee)):
+            names.add(code_of(callee))
+    return names
+
+
 def one_if(module: cst.Module, test: str) -> cst.If:
     """The only top-level ``if`` of that condition, as it is written.
 
@@ -215,6 +255,20 @@ class _Withs(cst.CSTVisitor):
 
     def visit_With(self, node: cst.With) -> None:
         self.found.append(node)
+
+
+class _Statements(cst.CSTVisitor):
+    def __init__(self, function: Definition) -> None:
+        self._function = function
+        self.found: list[tuple[cst.IndentedBlock, int]] = []
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> bool:
+        return node is self._function
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        for at, line in enumerate(node.body):
+            if isinstance(line, cst.SimpleStatementLine):
+                self.found.append((node, at))
 
 
 def _definitions(

@@ -20,6 +20,7 @@ from series.anchors import (
     one_class,
     one_function,
     one_if,
+    one_statement,
     one_with,
     replace_inside,
 )
@@ -47,9 +48,12 @@ __all__ = [
     "append_to_if",
     "enter_context",
     "extend_docstring",
+    "insert_above",
     "insert_before",
+    "insert_below",
     "pass_argument",
     "prepend_to",
+    "replace_body",
 ]
 
 
@@ -246,6 +250,53 @@ def insert_before(module: cst.Module, *, definition: str, code: str) -> cst.Modu
 
 
 @verb
+def insert_above(
+    module: cst.Module, *, function: str, statement: str, code: str
+) -> cst.Module:
+    """Put statements above a function's only simple statement of that kind.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        statement: The statement, what it assigns to, or what it calls, as written.
+        code: Whole statements, not indented.
+    """
+    return _insert_beside(module, function, statement, 0, code)
+
+
+@verb
+def insert_below(
+    module: cst.Module, *, function: str, statement: str, code: str
+) -> cst.Module:
+    """Put statements below a function's only simple statement of that kind.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        statement: The statement, what it assigns to, or what it calls, as written.
+        code: Whole statements, not indented.
+    """
+    return _insert_beside(module, function, statement, 1, code)
+
+
+@verb
+def replace_body(module: cst.Module, *, function: str, code: str) -> cst.Module:
+    """Replace what a function does; its signature and docstring stay.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        code: Whole statements, not indented.
+    """
+    place, node = one_function(module, function)
+    kept = node.body.body[: 1 if docstring(node) is not None else 0]
+    lines = _parsed_body(code)
+    _demand_new(node.body.body, lines[:1], f"another body of {function}")
+    block = node.body.with_changes(body=[*kept, *lines])
+    return place.replace(node.with_changes(body=block))
+
+
+@verb
 def prepend_to(module: cst.Module, *, function: str, code: str) -> cst.Module:
     """Put statements at the start of a function, below its docstring.
 
@@ -338,6 +389,17 @@ def _insert_into(place: Place, node: cst.FunctionDef, at: int, code: str) -> cst
     body = list(node.body.body)
     block = node.body.with_changes(body=[*body[:at], *lines, *body[at:]])
     return place.replace(node.with_changes(body=block))
+
+
+def _insert_beside(
+    module: cst.Module, function: str, statement: str, offset: int, code: str
+) -> cst.Module:
+    place, _ = one_function(module, function)
+    block, at = one_statement(place, statement)
+    lines = _parsed_body(code)
+    _demand_new(block.body, lines, f"code beside {statement} in {function}")
+    body = [*block.body[: at + offset], *lines, *block.body[at + offset :]]
+    return replace_inside(place, block, block.with_changes(body=body))
 
 
 def _parsed_body(code: str) -> list[cst.CSTNode]:

@@ -18,9 +18,12 @@ from series.verbs import (
     append_to_if,
     enter_context,
     extend_docstring,
+    insert_above,
     insert_before,
+    insert_below,
     pass_argument,
     prepend_to,
+    replace_body,
 )
 
 
@@ -43,6 +46,84 @@ def _refusal(edit, before):
 
 
 HITS = {
+    "above a statement, by what it assigns to": (
+        insert_above(function="C.f", statement="self.b", code="# Why.\ngo(self)"),
+        """
+        class C:
+            def f(self):
+                # A note on b.
+                self.b: int | None = None
+                if self.a:
+                    self.c = 2
+        """,
+        """
+        class C:
+            def f(self):
+                # Why.
+                go(self)
+                # A note on b.
+                self.b: int | None = None
+                if self.a:
+                    self.c = 2
+        """,
+    ),
+    "below a statement, by what it calls, at any depth": (
+        insert_below(function="f", statement="m.go", code="stop()"),
+        """
+        def f(m):
+            try:
+                with m:
+                    m.go(1, 2)
+            finally:
+                end()
+        """,
+        """
+        def f(m):
+            try:
+                with m:
+                    m.go(1, 2)
+                    stop()
+            finally:
+                end()
+        """,
+    ),
+    "below a statement, as it is written": (
+        insert_below(function="f", statement="x = 1", code="stop()"),
+        """
+        def f(m):
+            x = 1  # noted
+            y = 1
+
+            def g():
+                x = 1
+        """,
+        """
+        def f(m):
+            x = 1  # noted
+            stop()
+            y = 1
+
+            def g():
+                x = 1
+        """,
+    ),
+    "another body": (
+        replace_body(function="f", code="with scope():\n    return a"),
+        """
+        @decorated
+        def f(a, b=1) -> int:
+            \"\"\"What it does.\"\"\"
+            # Gone.
+            return b
+        """,
+        """
+        @decorated
+        def f(a, b=1) -> int:
+            \"\"\"What it does.\"\"\"
+            with scope():
+                return a
+        """,
+    ),
     "parameter, the last one": (
         add_parameter(function="C.f", parameter="c: int | None = None"),
         """
@@ -681,6 +762,16 @@ REFUSALS = {
         add_items(name="table", items='"b"'),
         'table = ["a"]\n',
         ["a List there"],
+    ),
+    "no such statement": (
+        insert_below(function="f", statement="self.a", code="x()"),
+        "def f(self):\n    self.ab = 1\n",
+        ["exactly one statement self.a in f", "closest: self.ab"],
+    ),
+    "two such statements": (
+        insert_above(function="f", statement="go", code="x()"),
+        "def f():\n    go(1)\n    if 1:\n        go(2)\n",
+        ["exactly one statement go in f", "2 of them, at lines 2, 4"],
     ),
     "no docstring": (
         extend_docstring(function="f", text="More."),
