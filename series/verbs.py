@@ -43,6 +43,7 @@ __all__ = [
     "add_decorator",
     "add_import",
     "add_items",
+    "add_method",
     "add_parameter",
     "append_to",
     "append_to_if",
@@ -198,6 +199,26 @@ def add_attribute(module: cst.Module, *, cls: str, statement: str) -> cst.Module
     below = 1 if node.get_docstring() is not None else 0
     body.insert(below, cst.parse_statement(statement))
     return place.replace(node.with_changes(body=node.body.with_changes(body=body)))
+
+
+@verb
+def add_method(module: cst.Module, *, cls: str, code: str) -> cst.Module:
+    """Put a method at the end of a class.
+
+    Args:
+        module: The module to change.
+        cls: Dotted name of the class.
+        code: The whole ``def``, not indented.
+    """
+    place, node = one_class(module, cls)
+    (method,) = _parsed_body(code)
+    method = cst.ensure_type(method, cst.FunctionDef)
+    name = method.name.value
+    there = [n.name.value for n in node.body.body if isinstance(n, cst.FunctionDef)]
+    if name in there:
+        raise already(f"a method of class {cls}", f"a method {name}")
+    block = node.body.with_changes(body=[*node.body.body, method])
+    return place.replace(node.with_changes(body=block))
 
 
 @verb

@@ -90,10 +90,8 @@ def close_graph_channels() -> None:
 
 _SWITCHES = {
     "VLLM_PCIE_ALLREDUCE_BACKEND": (
-        'Literal["cpp", "b12x", "host"] = "cpp"',
-        """env_with_choices(
-            "VLLM_PCIE_ALLREDUCE_BACKEND", "cpp", ["cpp", "b12x", "host"]
-        )""",
+        'str = "cpp"',
+        'lambda: os.getenv("VLLM_PCIE_ALLREDUCE_BACKEND", "cpp")',
     ),
     "VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE": (
         'str = "64KB"',
@@ -141,7 +139,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm/distributed/parallel_state.py": (
         add_import(
             statement="from vllm.distributed.device_communicators.channel_transports "
-            "import attach_transports, make_ledger"
+            "import make_ledger"
         ),
         add_import(
             statement="from vllm.distributed.graph_channels.ledger "
@@ -150,18 +148,6 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         insert_before(definition="graph_capture", code=_OWNERSHIP),
         prepend_to(function="initialize_model_parallel", code="start_graph_channels()"),
         prepend_to(function="destroy_model_parallel", code="close_graph_channels()"),
-        append_to(
-            function="GroupCoordinator.__init__",
-            code="""
-self.channel_transports = attach_transports(
-    _LEDGER,
-    self.unique_name,
-    self.ranks,
-    self.rank_in_group,
-    self.device_communicator,
-)
-""",
-        ),
         pass_argument(
             function="graph_capture",
             call="channel_scope",
@@ -169,10 +155,13 @@ self.channel_transports = attach_transports(
         ),
     ),
     "vllm/distributed/device_communicators/cpu_communicator.py": (
+        add_import(
+            statement="from vllm.distributed.device_communicators.channel_transports "
+            "import host_all_reduce"
+        ),
         append_to(
             function="CpuCommunicator.__init__",
-            code="# Set where graph channels reduce: see host_reduction.py\n"
-            "self.host_channels = None",
+            code="self.host_channels = host_all_reduce(self)",
         ),
         prepend_to(
             function="CpuCommunicator.all_reduce",

@@ -68,6 +68,9 @@ class RecordingTransport:
     def inventory(self) -> dict[Channel, int]:
         return dict(self.channels)
 
+    def recorded(self) -> dict[Channel, int]:
+        return {}
+
 
 def alone(name: str = "tp:0") -> Group:
     """A group of one rank."""

@@ -13,7 +13,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import host_library
 from vllm.distributed.graph_channels.identity import EagerLane
-from vllm.distributed.graph_channels.switches import Backend, read_switches
+from vllm.distributed.graph_channels.switches import (
+    Backend,
+    outdated_variables,
+    read_switches,
+)
 
 COVERS = (
     "vllm/envs.py",
@@ -70,10 +74,12 @@ def test_the_tensor_parallel_group_reduces_on_its_lane(world):  # R-B8
 
     def body(rank, store):
         with _groups(rank, world, store, **{BACKEND: "host"}) as group:
-            (transport,) = group.channel_transports
-            assert list(map(str, transport.inventory())) == [LANE]
-            assert parallel_state.get_pp_group().channel_transports == ()
-            assert parallel_state.get_dp_group().channel_transports == ()
+            transport = group.device_communicator.host_channels
+            # R-B1: the other groups own none.
+            owned = parallel_state._LEDGER.inventory()
+            assert {name: list(own) for name, own in owned.items()} == {
+                transport.label: [LANE]
+            }
             reduced = []
             real = transport.all_reduce
 
@@ -93,8 +99,8 @@ def test_without_the_switch_nothing_is_there():  # R-A5
     def body(rank, store):
         os.environ.pop(BACKEND, None)
         with _groups(rank, 2, store) as group:
-            assert group.channel_transports == ()
             assert group.device_communicator.host_channels is None
+            assert parallel_state._LEDGER.inventory() == {}
             assert parallel_state.checkpoint_graph_channels() is not None
             return _sums(group, (5,))
 
@@ -118,7 +124,7 @@ def test_closing_comes_before_the_first_group_goes():  # R-D1 # C20
     def body(rank, store):
         events = []
         with _groups(rank, 2, store, **{BACKEND: "host"}) as group:
-            (transport,) = group.channel_transports
+            transport = group.device_communicator.host_channels
             closed, destroyed = transport.close, group.destroy
 
             def close():
@@ -158,18 +164,20 @@ def test_one_rank_that_cannot_takes_all_of_them_off(monkeypatch, tmp_path):
             monkeypatch.setattr(host_library, "LIBRARY", tmp_path / "gone.so")
             host_library.library.cache_clear()
         with _groups(rank, 2, store, **{BACKEND: "host"}) as group:
-            return group.channel_transports, _sums(group, (5,))
+            demanded = parallel_state._LEDGER.names_demanded_by
+            return demanded, parallel_state._LEDGER.inventory(), _sums(group, (5,))
 
-    assert ranks.values(2, body, DEADLINE) == [((), _expected(2, (5,))[:1])] * 2
+    assert ranks.values(2, body, DEADLINE) == [(None, {}, _expected(2, (5,)))] * 2
 
 
 def test_ranks_with_different_switches_go_without(monkeypatch):  # R-F3, R-E1
     def body(rank, store):
         size = {"VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE": f"{rank + 1}KB"}
         with _groups(rank, 2, store, **{BACKEND: "host"}, **size) as group:
-            return group.channel_transports, _sums(group, (5,))
+            demanded = parallel_state._LEDGER.names_demanded_by
+            return demanded, parallel_state._LEDGER.inventory(), _sums(group, (5,))
 
-    assert ranks.values(2, body, DEADLINE) == [((), _expected(2, (5,))[:1])] * 2
+    assert ranks.values(2, body, DEADLINE) == [(None, {}, _expected(2, (5,)))] * 2
 
 
 # Switches -------------------------------------------------------------------
@@ -187,8 +195,11 @@ def test_sizes_are_read(monkeypatch, text, size):  # R-F3
 @pytest.mark.parametrize(
     ("name", "text", "form"),
     [
-        (BACKEND, "B12X", "Valid options"),
-        (BACKEND, "", "Valid options"),
+        (BACKEND, "B12X", "expected one of cpp, b12x, host"),
+        (BACKEND, "", "expected one of"),
+        (BACKEND, "flashinfer-ipc", "is not part of this build"),
+        ("VLLM_B12X_ALLOW_UNVALIDATED_DEVICE", "yes", "expected 0 or 1"),
+        ("VLLM_PCIE_ONESHOT_FUSED_ADD_RMS_NORM_MAX_SIZE", "84K", "64KB or 1MB"),
         ("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE", "64 kilobytes", "64KB or 1MB"),
         ("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE", "-1", "64KB or 1MB"),
         ("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE", "2GB", "at most 1GB"),
@@ -208,18 +219,29 @@ def test_bad_values_are_refused_with_the_form(monkeypatch, name, text, form):  #
 
 
 def test_defaults(monkeypatch):  # R-F3
-    for name in (BACKEND, "VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("VLLM_PCIE_", "VLLM_B12X_", "VLLM_GRAPH_")):
+            monkeypatch.delenv(name)
     switches = read_switches()
     assert (switches.backend, switches.all_reduce_bytes) == (Backend.CPP, 64 << 10)
+    assert (switches.fused_bytes, switches.allow_unvalidated) == (84 << 10, False)
     assert (switches.startup_seconds, switches.shutdown_seconds) == (30, 1)
 
 
 def test_a_backend_that_this_machine_cannot_is_refused_at_start(monkeypatch):  # R-F3
     monkeypatch.setenv(BACKEND, "b12x")
-    with pytest.raises(ValueError, match="b12x is not part of this build yet"):
+    with pytest.raises(ValueError, match="b12x reduces between CUDA GPUs"):
         parallel_state.start_graph_channels()
     assert parallel_state._LEDGER is None
+
+
+def test_variables_of_community_builds_are_named_once(monkeypatch):  # R-F3
+    assert outdated_variables() == []
+    monkeypatch.setenv("VLLM_ENABLE_PCIE_ALLREDUCE", "1")
+    monkeypatch.setenv("VLLM_PCIE_DMA_MIN_BYTES", "1048576")
+    enable, dma = outdated_variables()
+    assert "VLLM_ENABLE_PCIE_ALLREDUCE is not read" in enable
+    assert "large reductions take NCCL" in dma
 
 
 def test_only_the_backend_enters_the_compile_cache_key():  # R-F3

@@ -334,7 +334,7 @@ def test_long_subjects_that_differ_at_their_end_differ():  # R-D6
     store = MemoryStore()
     outcomes = together(
         [store] * 2,
-        lambda e: e.vote("né" * 200 + str(e._rank), deadline=AMPLE),
+        lambda e: e.vote("né" * 200 + str(e.rank), deadline=AMPLE),
     )
     assert alike(outcomes).verdict is NO
 
@@ -365,7 +365,7 @@ def test_compare_set_writes_a_key_once(stores):  # R-D6
 
 def test_all_ranks_hear_every_error(stores):  # R-D6
     outcomes = together(
-        stores, lambda e: e.vote("prepare", f"no memory on {e._rank}", deadline=AMPLE)
+        stores, lambda e: e.vote("prepare", f"no memory on {e.rank}", deadline=AMPLE)
     )
     outcome = alike(outcomes)
     assert outcome.errors == {0: "no memory on 0", 1: "no memory on 1"}
@@ -389,7 +389,7 @@ def test_one_who_comes_late_obeys(stores):  # R-D6
 @pytest.mark.parametrize("size", [1, 8, 16, MAX_RANKS])
 def test_groups_of_many_ranks(size):  # R-D6
     def body(elector):
-        last = elector._rank == size - 1
+        last = elector.rank == size - 1
         return [
             elector.vote("prepare", deadline=AMPLE),
             elector.vote("capture", "no" if last else None, deadline=AMPLE),

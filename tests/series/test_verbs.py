@@ -13,6 +13,7 @@ from series.verbs import (
     add_decorator,
     add_import,
     add_items,
+    add_method,
     add_parameter,
     append_to,
     append_to_if,
@@ -46,6 +47,32 @@ def _refusal(edit, before):
 
 
 HITS = {
+    "a method, the last one": (
+        add_method(cls="C", code="def g(self):\n    return 2"),
+        """
+        class C:
+            x = 1
+
+            def f(self):
+                return 1
+
+
+        y = 3
+        """,
+        """
+        class C:
+            x = 1
+
+            def f(self):
+                return 1
+
+            def g(self):
+                return 2
+
+
+        y = 3
+        """,
+    ),
     "above a statement, by what it assigns to": (
         insert_above(function="C.f", statement="self.b", code="# Why.\ngo(self)"),
         """
@@ -762,6 +789,11 @@ REFUSALS = {
         add_items(name="table", items='"b"'),
         'table = ["a"]\n',
         ["a List there"],
+    ),
+    "method there already": (
+        add_method(cls="C", code="def f(self, a):\n    go()"),
+        "class C:\n    def f(self):\n        pass\n",
+        ["a method f is there already"],
     ),
     "no such statement": (
         insert_below(function="f", statement="self.a", code="x()"),

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which transports a group of ranks gets, and the ledger that owns them.
 
-``parallel_state`` calls these; they read the switches and know the adapters, so
-that the ledger need not.
+``parallel_state`` and the communicators call these; they read the switches and
+know the adapters, so that the ledger need not.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from time import monotonic
+from typing import NamedTuple, Protocol
 
-from torch.distributed import PrefixStore
+import torch
+from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
 import vllm.envs as envs
@@ -16,13 +18,45 @@ from vllm.distributed.device_communicators.host_channels import HostChannels
 from vllm.distributed.device_communicators.host_reduction import reduce_over
 from vllm.distributed.graph_channels.identity import EagerLane
 from vllm.distributed.graph_channels.ledger import Ledger
-from vllm.distributed.graph_channels.switches import Backend, Switches, read_switches
+from vllm.distributed.graph_channels.switches import (
+    Backend,
+    Switches,
+    outdated_variables,
+    read_switches,
+)
 from vllm.distributed.graph_channels.together import Group, Refused
 from vllm.distributed.graph_channels.transport import Transport
 from vllm.distributed.graph_channels.vote import Electorate
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+
+class Communicator(Protocol):
+    """What is used of a group's device communicator."""
+
+    unique_name: str
+    ranks: Sequence[int]
+    rank_in_group: int
+    world_size: int
+    device: torch.device
+    device_group: ProcessGroup
+
+
+class Place(NamedTuple):
+    """Where a transport is made.
+
+    Attributes:
+        ledger: Will own it.
+        switches: As this rank has them.
+        group: The ranks that share it.
+        store: Seen by this group's transports alone.
+    """
+
+    ledger: Ledger
+    switches: Switches
+    group: Group
+    store: PrefixStore
 
 
 def make_ledger() -> Ledger:
@@ -33,97 +67,99 @@ def make_ledger() -> Ledger:
     """
     switches = read_switches()
     _demand_platform(switches.backend)
+    for note in outdated_variables():
+        logger.warning_once("%s", note)
     demanded = switches.backend is not Backend.CPP
-    name = f"VLLM_PCIE_ALLREDUCE_BACKEND={switches.backend.value}"
     return Ledger(
         deadline=switches.startup_seconds,
         closing_deadline=switches.shutdown_seconds,
-        names_demanded_by=name if demanded else None,
+        names_demanded_by=_asked(switches) if demanded else None,
     )
 
 
-def attach_transports(
-    ledger: Ledger | None,
-    name: str,
-    ranks: list[int],
-    rank: int,
-    communicator: object | None,
-) -> tuple[Transport, ...]:
-    """Give a group the transports it reduces over, if it is to have any.
+def host_all_reduce(communicator: Communicator) -> HostChannels | None:
+    """The host transport of a group's communicator, if it is to have one.
 
     All ranks of the group call it. They decide alike: if one of them cannot, none
     does, and the group goes on without.
-
-    Args:
-        ledger: Takes them in; None where there is none.
-        name: The group's unique name, ``tp:0``.
-        ranks: The group's ranks in the world.
-        rank: This rank's number in the group.
-        communicator: The group's device communicator; None for a group of one.
-
-    Returns:
-        What was attached, and is owned by the ledger from now on.
     """
-    if ledger is None or communicator is None or not name.startswith("tp:"):
-        return ()
-    switches = read_switches()
-    if switches.backend is not Backend.HOST or switches.all_reduce_bytes == 0:
-        return ()
-    # Groups of other stages have the same name, and the same store.
-    members = "-".join(map(str, ranks))
-    store = PrefixStore(f"graph_channels/{name}/{members}", _get_default_store())
-    group = Group(name, Electorate(store, rank, len(ranks), name))
-    transport = _agreed(
-        group,
-        switches,
-        lambda: HostChannels(
-            f"host all-reduce of {name}",
-            rank,
-            len(ranks),
+    place = asked_for(communicator, Backend.HOST)
+    if place is None or place.switches.all_reduce_bytes == 0:
+        return None
+    ledger, switches, group, store = place
+    transport, error = None, None
+    try:
+        transport = HostChannels(
+            f"host all-reduce of {group.name}",
+            group.rank,
+            group.size,
             PrefixStore("segments", store),
             max_bytes=switches.all_reduce_bytes,
             deadline=switches.startup_seconds,
-        ),
-    )
-    if transport is None:
-        return ()
+        )
+    except (ValueError, RuntimeError) as failure:
+        error = str(failure)
+    until = monotonic() + switches.startup_seconds
+    try:
+        group.agree(subject(switches), until, error=error)
+    except Refused as refused:
+        go_without(ledger, group, refused)
+        return None
+    assert transport is not None  # else this rank's error had been a no
     ledger.register(transport, group, lanes=(EagerLane.ALLREDUCE,))
     # From here on a peer may be compiling: as long as vLLM waits for a step.
     transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-    reduce_over(transport, communicator)  # type: ignore[arg-type]
+    reduce_over(communicator)  # type: ignore[arg-type]
+    say_in_use(group, transport)
+    return transport
+
+
+def asked_for(communicator: Communicator, backend: Backend) -> Place | None:
+    """Where to make a group's transport, if it is to have one of that kind. Local."""
+    from vllm.distributed import parallel_state  # imports this module
+
+    ledger, name = parallel_state._LEDGER, communicator.unique_name
+    if ledger is None or not name.startswith("tp:"):
+        return None
+    switches = read_switches()
+    if switches.backend is not backend:
+        return None
+    # Groups of other stages have the same name, and the same store.
+    members = "-".join(map(str, communicator.ranks))
+    store = PrefixStore(f"graph_channels/{name}/{members}", _get_default_store())
+    rank, size = communicator.rank_in_group, communicator.world_size
+    group = Group(name, Electorate(store, rank, size, name))
+    return Place(ledger, switches, group, store)
+
+
+def subject(switches: Switches) -> str:
+    """What ranks vote on: the values that have to be equal on all of them."""
+    return (
+        f"use {_asked(switches)} up to {switches.all_reduce_bytes} bytes, fused up to "
+        f"{switches.fused_bytes}"
+    )
+
+
+def go_without(ledger: Ledger, group: Group, reason: object) -> None:
+    """Say, once a group, why what was asked for is not used."""
+    ledger.go_without()
+    if group.rank == 0:
+        logger.error("%s goes on without graph channels: %s", group.name, reason)
+
+
+def say_in_use(group: Group, transport: Transport) -> None:
+    """Say what a rank of a group communicates over."""
     logger.info(
         "Graph channels of %s: %s, %d ranks, %s",
-        name,
+        group.name,
         transport.label,
-        len(ranks),
-        ", ".join(f"{lane} ({size} bytes)" for lane, size in _sizes(transport)),
+        group.size,
+        ", ".join(f"{n} ({size} bytes)" for n, size in transport.inventory().items()),
     )
-    return (transport,)
 
 
-def _sizes(transport: Transport) -> list[tuple[str, int]]:
-    return [(str(name), size) for name, size in transport.inventory().items()]
-
-
-def _agreed(
-    group: Group, switches: Switches, make: Callable[[], HostChannels]
-) -> HostChannels | None:
-    """The transport, if every rank could make its part of it."""
-    transport, error = None, None
-    try:
-        transport = make()
-    except (ValueError, RuntimeError) as failure:
-        error = str(failure)
-    try:
-        subject = (
-            f"use VLLM_PCIE_ALLREDUCE_BACKEND={switches.backend.value} up to "
-            f"{switches.all_reduce_bytes} bytes"
-        )
-        group.agree(subject, monotonic() + switches.startup_seconds, error=error)
-    except Refused as refused:
-        logger.error("%s goes on without graph channels: %s", group.name, refused)
-        return None
-    return transport
+def _asked(switches: Switches) -> str:
+    return f"VLLM_PCIE_ALLREDUCE_BACKEND={switches.backend.value}"
 
 
 def _demand_platform(backend: Backend) -> None:
@@ -135,7 +171,8 @@ def _demand_platform(backend: Backend) -> None:
             "VLLM_PCIE_ALLREDUCE_BACKEND=host reduces in the memory of the host and "
             f"needs the CPU platform, not {current_platform.device_name}; unset it"
         )
-    if backend is Backend.B12X:
+    if backend is Backend.B12X and not current_platform.is_cuda():
         raise ValueError(
-            "VLLM_PCIE_ALLREDUCE_BACKEND=b12x is not part of this build yet; unset it"
+            "VLLM_PCIE_ALLREDUCE_BACKEND=b12x reduces between CUDA GPUs and needs "
+            f"their platform, not {current_platform.device_name}; unset it"
         )

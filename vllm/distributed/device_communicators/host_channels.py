@@ -154,4 +154,5 @@ class HostChannels(HostLifecycle):
             channel.run(operation, self.deadline)
         else:
             self.recorder.record(channel, operation)
+            self._recorded[name] += 1
         return operation.buffers[1]

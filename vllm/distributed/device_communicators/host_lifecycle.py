@@ -5,6 +5,7 @@ What a ledger asks of a transport, without what is done on the channels.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -73,6 +74,7 @@ class HostLifecycle:
         self._channels: dict[ChannelId | EagerLane, HostChannel] = {}
         self._scopes: list[ChannelId] = []
         self._checkpoints = Checkpoints[object]()
+        self._recorded: Counter[ChannelId | EagerLane] = Counter()
 
     def prepare(self, channels: Sequence[ChannelId | EagerLane]) -> None:
         """Allocate channels, in the order given; those that exist are left alone.
@@ -167,6 +169,10 @@ class HostLifecycle:
         """The channels there are, with the bytes of their segments."""
         return {name: channel.bytes for name, channel in self._channels.items()}
 
+    def recorded(self) -> Mapping[ChannelId | EagerLane, int]:
+        """Operations recorded into graphs, by channel; those with none are absent."""
+        return dict(self._recorded)
+
     def active_channel(self) -> ChannelId | None:
         """The innermost open scope's name; None outside any."""
         return self._scopes[-1] if self._scopes else None
@@ -177,6 +183,7 @@ class HostLifecycle:
             self._channels[name].retire(self.deadline)
         for name in names:
             self._channels.pop(name).release()
+            del self._recorded[name]
 
     def _demand_open(self) -> None:
         if self._closed:

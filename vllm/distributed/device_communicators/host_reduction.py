@@ -27,9 +27,8 @@ class Communicator(Protocol):
 _communicators: WeakValueDictionary[str, Communicator] = WeakValueDictionary()
 
 
-def reduce_over(transport: HostChannels, communicator: Communicator) -> None:
-    """Let a communicator reduce over a transport's channels from now on. Local."""
-    communicator.host_channels = transport
+def reduce_over(communicator: Communicator) -> None:
+    """Let the op find a communicator that reduces over channels. Local."""
     _communicators[communicator.unique_name] = communicator
 
 

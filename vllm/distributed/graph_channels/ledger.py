@@ -41,6 +41,25 @@ class _Member:
     entered: set[ChannelId] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a transport holds on this rank, for a reader.
+
+    Attributes:
+        label: The transport's.
+        rank: This rank's number in the group.
+        ranks: The group's size.
+        channels: Bytes by channel.
+        recorded: Operations recorded into graphs, by channel.
+    """
+
+    label: str
+    rank: int
+    ranks: int
+    channels: Mapping[ChannelId | EagerLane, int]
+    recorded: Mapping[ChannelId | EagerLane, int]
+
+
 @dataclass(eq=False)
 class _Snapshot:
     """What was there when a checkpoint was taken; or came, if it came later."""
@@ -59,8 +78,8 @@ GraphChannelsCheckpoint = Checkpoint[_Snapshot]
 class Ledger:
     """The transports of this process, and what all of them do together.
 
-    Every method but ``checkpoint``, ``abandon`` and ``inventory`` is called by
-    all ranks of each group, in the same order.
+    Every method that is not said to be local is called by all ranks of each group,
+    in the same order.
 
     Args:
         deadline: Seconds that a collective may take at start-up.
@@ -237,6 +256,23 @@ class Ledger:
             }
             for member in self._members
         }
+
+    def usage(self) -> Sequence[Usage]:
+        """What each transport holds, and what was recorded on it. Local."""
+        return [
+            Usage(
+                member.transport.label,
+                member.group.rank,
+                member.group.size,
+                member.transport.inventory(),
+                member.transport.recorded(),
+            )
+            for member in self._members
+        ]
+
+    def go_without(self) -> None:
+        """No transport is on after all: captures without a name are taken again."""
+        self.names_demanded_by = None
 
     def admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
         """Let every transport take part in a scope: see ``scope.Admission``."""

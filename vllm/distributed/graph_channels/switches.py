@@ -5,6 +5,7 @@
 """
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum, unique
@@ -14,6 +15,17 @@ import vllm.envs as envs
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _BYTES = re.compile(r"(\d{1,12}) ?([KMG]?B)?", re.IGNORECASE)
 _MOST_BYTES = 1 << 30
+
+# Of community builds of vLLM with b12x in them.
+_NOT_HERE = {
+    "flashinfer-ipc": "FlashInfer's PCIe IPC all-reduce is not part of this build",
+}
+_OUTDATED = {
+    "VLLM_ENABLE_PCIE_ALLREDUCE": "VLLM_PCIE_ALLREDUCE_BACKEND alone chooses, and "
+    "b12x there turns the PCIe all-reduce on",
+    "VLLM_PCIE_DMA_MIN_BYTES": "there is no DMA all-reduce in this build, and large "
+    "reductions take NCCL",
+}
 
 _STARTUP_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 1.0
@@ -41,14 +53,23 @@ class Switches:
     Attributes:
         backend: What reduces.
         all_reduce_bytes: Largest tensor that is reduced over a channel; 0 for none.
+        fused_bytes: The same, where add and RMSNorm follow in one kernel.
+        allow_unvalidated: Whether b12x may run on GPUs it was not validated on.
         startup_seconds: How long a collective may take at start-up.
         shutdown_seconds: How long all of them together may take at shutdown.
     """
 
     backend: Backend
     all_reduce_bytes: int
+    fused_bytes: int
+    allow_unvalidated: bool
     startup_seconds: float
     shutdown_seconds: float
+
+    @property
+    def largest_bytes(self) -> int:
+        """The largest tensor of either kind; 0 if none is reduced over a channel."""
+        return max(self.all_reduce_bytes, self.fused_bytes)
 
 
 def read_switches() -> Switches:
@@ -59,11 +80,38 @@ def read_switches() -> Switches:
     """
     startup = _seconds("VLLM_GRAPH_CHANNELS_DEADLINE", _STARTUP_SECONDS)
     return Switches(
-        backend=Backend(envs.VLLM_PCIE_ALLREDUCE_BACKEND),
+        backend=_backend("VLLM_PCIE_ALLREDUCE_BACKEND"),
         all_reduce_bytes=_bytes("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"),
+        fused_bytes=_bytes("VLLM_PCIE_ONESHOT_FUSED_ADD_RMS_NORM_MAX_SIZE"),
+        allow_unvalidated=_flag("VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"),
         startup_seconds=startup,
         shutdown_seconds=min(startup, _SHUTDOWN_SECONDS),
     )
+
+
+def outdated_variables() -> list[str]:
+    """What to say of the variables of community builds that are set here."""
+    there = [name for name in _OUTDATED if name in os.environ]
+    return [f"{name} is not read: {_OUTDATED[name]}" for name in there]
+
+
+def _backend(name: str) -> Backend:
+    text = getattr(envs, name)
+    try:
+        return Backend(text)
+    except ValueError:
+        known = ", ".join(backend.value for backend in Backend)
+        why = _NOT_HERE.get(text)
+        raise ValueError(
+            f"{name}={text!r}: expected one of {known}" + (f"; {why}" if why else "")
+        ) from None
+
+
+def _flag(name: str) -> bool:
+    text: str = getattr(envs, name)
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def _bytes(name: str) -> int:

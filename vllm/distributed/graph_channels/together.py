@@ -44,6 +44,16 @@ class Group:
         self._lost: str | None = None
 
     @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._electorate.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._electorate.size
+
+    @property
     def lost(self) -> str | None:
         """Why nothing collective can be done here any more; None if it can."""
         return self._lost

@@ -140,3 +140,6 @@ class Transport(Protocol):
 
     def inventory(self) -> Mapping[ChannelId | EagerLane, int]:
         """The channels there are, with the bytes that each holds on this rank."""
+
+    def recorded(self) -> Mapping[ChannelId | EagerLane, int]:
+        """How many operations were recorded into graphs, by channel. Local."""

@@ -150,6 +150,10 @@ class Electorate:
         name: Of the group; the same on all its ranks, and no other group's that
             ever used the store.
 
+    Attributes:
+        rank: As given.
+        size: As given.
+
     Raises:
         ValueError: There is no such rank, or there are too many.
     """
@@ -160,7 +164,7 @@ class Electorate:
                 f"{name}: no rank {rank} of {size}: a group has 1 to {MAX_RANKS} ranks"
             )
         self._store, self._name = store, name
-        self._rank, self._size = rank, size
+        self.rank, self.size = rank, size
         self._voter, self._votes = token_bytes(16), 0
         self._closed: str | None = None
 
@@ -216,24 +220,24 @@ class Electorate:
             return run_with_deadline(settle, deadline, f"{self._name}: {subject}")
         except (RuntimeError, OSError, ValueError) as failure:
             reason = f"the store failed: {type(failure).__name__}: {failure}"
-            return Outcome(subject, Verdict.ABANDONED, {self._rank: reason})
+            return Outcome(subject, Verdict.ABANDONED, {self.rank: reason})
         finally:
             left.set()
 
     def _cast(self, number: int, subject: str, error: str | None) -> None:
         said = None if error is None else _fit(error, _ERROR_BYTES)
         cast = _Ballot(self._voter, _fit(subject, _SUBJECT_BYTES), said).pack()
-        key = self._key(number, self._rank)
+        key = self._key(number, self.rank)
         if self._store.compare_set(key, "", cast) != cast.encode():
             raise GroupClosed(
-                f"{self._name}: {subject}: another has voted as rank {self._rank}; "
+                f"{self._name}: {subject}: another has voted as rank {self.rank}; "
                 f"give each group its own name, and each process its own rank"
             )
 
     def _await(self, number: int, until: float, left: Event) -> None:
         """Wait for a verdict or all ballots, or until the time is up."""
         verdict = [self._key(number, "verdict")]
-        ballots = [self._key(number, rank) for rank in range(self._size)]
+        ballots = [self._key(number, rank) for rank in range(self.size)]
         pause = _POLL_SECONDS
         while not (self._store.check(verdict) or self._store.check(ballots)):
             if monotonic() >= until or left.wait(pause):
@@ -244,15 +248,15 @@ class Electorate:
         """The verdict that stands: this rank's own, if there was none."""
         key = self._key(number, "verdict")
         if self._store.check([key]):
-            return _Ruling.unpack(self._store.get(key), self._size)
-        ballots = {rank: self._key(number, rank) for rank in range(self._size)}
+            return _Ruling.unpack(self._store.get(key), self.size)
+        ballots = {rank: self._key(number, rank) for rank in range(self.size)}
         voted = [rank for rank in ballots if self._store.check([ballots[rank]])]
         missing = tuple(ballots.keys() - voted)
         own = _Ruling(missing, tuple(self._complaints(number, voted))).pack()
         if left.is_set():
             # peers must not be told that this rank, whose caller has gone, goes on
             raise InterruptedError("nobody waits for this verdict")
-        return _Ruling.unpack(self._store.compare_set(key, "", own), self._size)
+        return _Ruling.unpack(self._store.compare_set(key, "", own), self.size)
 
     def _complaints(self, number: int, voted: Iterable[int]) -> dict[int, str]:
         """What ranks that have voted say against going on.

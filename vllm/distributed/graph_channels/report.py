@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table that says what graph channels there are, and who uses them."""
+
+from collections.abc import Sequence
+
+from vllm.distributed import parallel_state
+from vllm.distributed.graph_channels.identity import ChannelId
+from vllm.distributed.graph_channels.ledger import Usage
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_HEADINGS = ("channel", "owner", "bytes", "launches recorded")
+
+
+def report_graph_channels() -> None:
+    """Log what channels the groups of this process have, once captures are done.
+
+    Local. One rank of each group says it, for all are alike. A process without
+    channels says nothing.
+    """
+    ledger = parallel_state._LEDGER
+    for usage in () if ledger is None else ledger.usage():
+        if usage.rank == 0:
+            logger.info("%s", table(usage))
+
+
+def table(usage: Usage) -> str:
+    """A transport's channels, one a line, and their bytes in total on a rank."""
+    rows = [
+        (
+            str(name),
+            name.owner.value if isinstance(name, ChannelId) else "eager",
+            f"{size:,}",
+            str(usage.recorded.get(name, 0)),
+        )
+        for name, size in usage.channels.items()
+    ]
+    launches = sum(usage.recorded.values())
+    total = ("total a rank", "", f"{sum(usage.channels.values()):,}", str(launches))
+    lines = [_HEADINGS, *rows, total]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    title = f"Graph channels: {usage.label}, {usage.ranks} ranks"
+    return "\n".join([title, *(_line(cells, widths) for cells in lines)])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    channel, owner, size, recorded = cells
+    return (
+        f"  {channel:<{widths[0]}}  {owner:<{widths[1]}}  {size:>{widths[2]}}"
+        f"  {recorded:>{widths[3]}}"
+    )
