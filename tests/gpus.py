@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks on GPUs: one a GPU where there are enough, else several on each.
+
+NCCL refuses two ranks on one GPU of one host, so ranks that share one say that
+they are on different hosts, and NCCL talks over the loopback device.
+
+The parent never initialises CUDA: its forked ranks could not use it then.
+"""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import Store
+
+from tests import ranks
+
+GPUS = torch.cuda.device_count()
+
+needs_gpu = pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU here")
+
+Body = Callable[[int, torch.device], Any]
+
+
+def values(count: int, body: Body, deadline: float, **environment: str) -> list[Any]:
+    """What ``body(rank, device)`` returns on each rank, in order of rank.
+
+    Each rank has its CUDA device set and a process group on NCCL.
+    """
+    return ranks.values(count, _with_nccl(count, body, environment), deadline)
+
+
+def run(
+    count: int, body: Body, deadline: float, **environment: str
+) -> list[ranks.Outcome]:
+    """The same, for ranks of which some may fail."""
+    return ranks.run(count, _with_nccl(count, body, environment), deadline)
+
+
+def _with_nccl(
+    count: int, body: Body, environment: dict[str, str]
+) -> Callable[[int, Store], Any]:
+    def rank_body(rank: int, store: Store) -> Any:
+        if count > GPUS:
+            environment.update(
+                NCCL_HOSTID=f"rank-{rank}",
+                NCCL_SOCKET_IFNAME="lo",
+                NCCL_IB_DISABLE="1",
+            )
+        os.environ.update(environment)
+        device = torch.device("cuda", rank % GPUS)
+        torch.cuda.set_device(device)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=60),
+            device_id=device,
+        )
+        return body(rank, device)
+
+    return rank_body
