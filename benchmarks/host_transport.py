@@ -112,7 +112,8 @@ def measure(
         os.environ["VLLM_DIST_IDENT"] = f"benchmark-{os.getppid()}"
         ways.append(_CPUSHMDistributed(stand_in).all_reduce)
     by_size = [compare(ways, size, world, rounds) for size in SIZES]
-    reduce_over(transport, stand_in)
+    stand_in.host_channels = transport
+    reduce_over(stand_in)
     eager = compare([host, as_op], SIZES[0], world, rounds)
     return by_size, [*eager, scope_overhead(transport, rank, world, rounds, store)]
 

@@ -26,32 +26,37 @@ needs_gpu = pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU here")
 Body = Callable[[int, torch.device], Any]
 
 
-def values(count: int, body: Body, deadline: float, **environment: str) -> list[Any]:
+def values(count: int, body: Body, deadline: float, **switches: str) -> list[Any]:
     """What ``body(rank, device)`` returns on each rank, in order of rank.
 
     Each rank has its CUDA device set and a process group on NCCL.
     """
-    return ranks.values(count, _with_nccl(count, body, environment), deadline)
+    return ranks.values(count, _with_nccl(count, body, switches), deadline)
 
 
 def run(
-    count: int, body: Body, deadline: float, **environment: str
+    count: int, body: Body, deadline: float, **switches: str
 ) -> list[ranks.Outcome]:
     """The same, for ranks of which some may fail."""
-    return ranks.run(count, _with_nccl(count, body, environment), deadline)
+    return ranks.run(count, _with_nccl(count, body, switches), deadline)
+
+
+def environment(rank: int, count: int) -> dict[str, str]:
+    """What NCCL has to be told where ``count`` ranks share fewer GPUs."""
+    if count <= GPUS:
+        return {}
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
 
 
 def _with_nccl(
-    count: int, body: Body, environment: dict[str, str]
+    count: int, body: Body, switches: dict[str, str]
 ) -> Callable[[int, Store], Any]:
     def rank_body(rank: int, store: Store) -> Any:
-        if count > GPUS:
-            environment.update(
-                NCCL_HOSTID=f"rank-{rank}",
-                NCCL_SOCKET_IFNAME="lo",
-                NCCL_IB_DISABLE="1",
-            )
-        os.environ.update(environment)
+        os.environ.update(environment(rank, count), **switches)
         device = torch.device("cuda", rank % GPUS)
         torch.cuda.set_device(device)
         dist.init_process_group(

@@ -11,7 +11,12 @@ from tests import gpus
 from tests.distributed.b12x_ranks import DRAFT, SWITCHES, TARGET, tensor_parallel
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import MAX_FUSED_ROWS
-from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
+from vllm.distributed.graph_channels.identity import (
+    ChannelId,
+    EagerLane,
+    Owner,
+    Phase,
+)
 from vllm.distributed.graph_channels.scope import NoScopeError
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream
 
@@ -42,10 +47,12 @@ def capturing(here, channel_id):
     """vLLM's capture scope; gives a function that records a graph in it."""
     with parallel_state.graph_capture(here.device, channel_id=channel_id) as context:
 
-        def record(function):
+        def record(function, debug=False):
             function()  # as vLLM warms up: on the scope's stream, before capture
             context.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
+            if debug:
+                graph.enable_debug_mode()
             with torch.cuda.graph(graph, stream=context.stream):
                 outputs = function()
             return graph, outputs
@@ -172,6 +179,26 @@ def test_graphs_with_products_survive_profile_graphs(world):  # C50 # R-C1
         return wrong
 
     assert on_ranks(world, body) == [0] * world
+
+
+def test_a_graph_holds_the_kernels_of_bare_calls_and_no_other(world, tmp_path):
+    def kernels(graph, name):
+        path = tmp_path / name
+        graph.debug_dump(str(path))
+        return path.read_text().count("KERNEL")
+
+    def body(here):
+        tensors = [here.numbers(shape) for shape in SHAPES[1:]]
+        found = []
+        with capturing(here, TARGET) as record:
+            bare = here.comm.channel(EagerLane.ALLREDUCE, "a test").runtime
+            for n, reduce in enumerate((here.group.all_reduce, bare.all_reduce)):
+                graph, _ = record(lambda r=reduce: [r(t) for t in tensors], debug=True)
+                found.append(kernels(graph, f"{here.rank}-{n}.dot"))
+        return found
+
+    for through_vllm, bare in on_ranks(world, body):
+        assert through_vllm == bare >= len(SHAPES) - 1
 
 
 def test_a_rollback_frees_profile_channels_and_no_other(world):  # R-C2 # C13

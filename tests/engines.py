@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole vLLM engines with dummy weights on GPUs, one forked process a rank.
+
+They use vLLM's external launcher: each rank runs an engine of its own in one
+process, and the ranks of one test are all that there is to clean up.
+"""
+
+import json
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tests import gpus, ranks
+
+_DENSE = {
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+LLAMA = _DENSE | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+DEEPSEEK = _DENSE | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+}
+
+# Of different lengths, so that batches shrink while they are decoded.
+_PROMPTS = ([1, 5, 9, 11], [7, 8], [3, 4, 5, 6, 7, 8, 9])
+_LENGTHS = (12, 30, 21)
+
+
+class Answer(NamedTuple):
+    """What one rank's engine did.
+
+    Attributes:
+        tokens: What it generated, by prompt.
+        recorded: Launches recorded into graphs, by channel.
+        tables: What it logged as the table of graph channels.
+        log: Every other line of vLLM's loggers at INFO and above.
+    """
+
+    tokens: list[list[int]]
+    recorded: dict[str, int]
+    tables: list[str]
+    log: list[str]
+
+
+def generate(
+    world: int,
+    model: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    deadline: float = 240,
+    **options: Any,
+) -> list[Answer]:
+    """What an engine of ``world`` tensor parallel ranks answers, by rank.
+
+    Args:
+        world: How many ranks.
+        model: The model's ``config.json``.
+        environment: Of each rank, beside what several ranks on a GPU need.
+        deadline: Seconds after which the ranks are killed.
+        options: For ``vllm.LLM``; a draft model called "@" is the model itself.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def body(rank: int, store: object) -> Answer:
+        os.environ.update(
+            gpus.environment(rank, world),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank % gpus.GPUS),
+            WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            **environment,
+        )
+        return _answer(world, model, options)
+
+    return ranks.values(world, body, deadline)
+
+
+def _answer(world: int, model: Mapping[str, Any], options: dict[str, Any]) -> Answer:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import parallel_state
+
+    lines = _Lines()
+    logging.getLogger("vllm").addHandler(lines)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "config.json"), "w") as file:
+            json.dump(model, file)
+        draft = options.get("speculative_config")
+        if draft is not None:
+            own = {"model": folder} if draft.get("model") == "@" else {}
+            options = options | {"speculative_config": draft | own}
+        engine = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            seed=0,
+            max_model_len=256,
+            max_num_seqs=4,
+            tensor_parallel_size=world,
+            distributed_executor_backend="external_launcher",
+            gpu_memory_utilization=0.1,
+            **options,
+        )
+        answers = engine.generate(
+            [{"prompt_token_ids": prompt} for prompt in _PROMPTS],
+            [
+                SamplingParams(
+                    max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
+                )
+                for length in _LENGTHS
+            ],
+        )
+    ledger = parallel_state._LEDGER
+    usages = [] if ledger is None else ledger.usage()
+    return Answer(
+        [list(answer.outputs[0].token_ids) for answer in answers],
+        {str(name): n for usage in usages for name, n in usage.recorded.items()},
+        [line for line in lines.said if line.startswith("Graph channels: ")],
+        [line for line in lines.said if not line.startswith("Graph channels: ")],
+    )
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
