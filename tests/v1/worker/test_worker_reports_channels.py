@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of channels: what it says, who says it, and when."""
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -20,7 +21,6 @@ from vllm.distributed.graph_channels.identity import (
 from vllm.distributed.graph_channels.ledger import Ledger, Usage
 from vllm.distributed.graph_channels.together import Group
 from vllm.distributed.graph_channels.vote import Electorate
-from vllm.utils import jit_monitor
 from vllm.v1.worker import cpu_worker, gpu_worker
 
 COVERS = ("vllm/v1/worker/gpu_worker.py", "vllm/v1/worker/cpu_worker.py")
@@ -155,6 +155,7 @@ def test_the_gpu_worker_reports_once_after_its_captures(
     worker = object.__new__(gpu_worker.Worker)
     worker.vllm_config = worker.scheduler_config = worker.cache_config = MagicMock()
     worker.scheduler_config.max_num_seqs = 4
+    worker.scheduler_config.max_num_batched_tokens = 8
     worker.compilation_config = SimpleNamespace(
         mode=CompilationMode.NONE, compilation_time=0.0, encoder_compilation_time=0.0
     )
@@ -165,7 +166,9 @@ def test_the_gpu_worker_reports_once_after_its_captures(
     runner._dummy_run = lambda *given, **named: events.append("run") or (None, None)
     worker.execute_model = worker.sample_tokens = None
     worker.observability_config = MagicMock()
-    monkeypatch.setattr(jit_monitor, "activate", lambda **modes: None)
+    # the worker imports it where it calls it
+    monitor = SimpleNamespace(activate=lambda **modes: None)
+    monkeypatch.setitem(sys.modules, "vllm.utils.jit_monitor", monitor)
     monkeypatch.setattr(gpu_worker, "kernel_warmup", lambda worker: None)
     monkeypatch.setattr(
         gpu_worker, "warmup_kernels", lambda *given: events.append("run")
