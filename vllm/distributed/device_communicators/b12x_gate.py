@@ -19,7 +19,6 @@ from packaging.version import Version
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from vllm.distributed.device_communicators.b12x_peers import peer_refusal, published
-from vllm.distributed.graph_channels.deadline import DeadlineMissed
 from vllm.distributed.graph_channels.together import Group, Refused
 from vllm.distributed.graph_channels.vote import GroupClosed
 
@@ -33,15 +32,16 @@ _VALIDATED_CAPABILITY = 12
 _OVERRIDE = "VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"
 _OFF = "VLLM_PCIE_ALLREDUCE_BACKEND=cpp turns b12x off"
 
-# What is called of a pool, by the parameters that are passed.
+# What is called of a pool, by the parameters that are passed; its constructor is
+# passed what kinds of pools differ in as well.
+_CONSTRUCTOR = (
+    "rank",
+    "world_size",
+    "device",
+    "exchange_group",
+    "max_concurrent_channels",
+)
 _POOL_CALLS = {
-    "__init__": (
-        "rank",
-        "world_size",
-        "device",
-        "exchange_group",
-        "max_concurrent_channels",
-    ),
     "prepare_channels": ("channel_ids",),
     "checkpoint_channels": (),
     "rollback_channels": ("checkpoint",),
@@ -61,6 +61,7 @@ class Needs:
 
     Attributes:
         pool: Its name in ``b12x.comm.pcie``.
+        sizes: What its constructor is passed of sizes, by parameter.
         channel: The name of its channels' class there.
         operations: Methods of a channel that are called.
         world_sizes: Sizes of group that it serves.
@@ -70,6 +71,7 @@ class Needs:
     """
 
     pool: str
+    sizes: tuple[str, ...]
     channel: str
     operations: tuple[str, ...]
     world_sizes: tuple[int, ...]
@@ -113,12 +115,11 @@ def admit(seat: Seat, needs: Needs, subject: str, seconds: float) -> None:
     with published(peers, seat.group.rank, seat.device) as export_refusal:
         _demand_nccl(seat, until)
         # All ranks have published: the vote before that reduction says so.
-        reason = (
-            local_refusal(seat.group.size, seat.device, needs)
-            or export_refusal
-            or peer_refusal(peers, seat.group.rank, seat.group.size, seat.device)
-        )
-        seat.group.agree(subject, until, error=reason)
+        reason = _refusal(seat, needs, peers, export_refusal)
+        try:
+            seat.group.agree(subject, until, error=reason)
+        except GroupClosed as failure:
+            raise RuntimeError(f"{failure}; {_OFF}") from failure
 
 
 def make_pool(seat: Seat, make: Callable[[], Made], seconds: float) -> Made:
@@ -137,12 +138,13 @@ def make_pool(seat: Seat, make: Callable[[], Made], seconds: float) -> Made:
     until = monotonic() + seconds
     try:
         seat.group.together("make b12x's pool", construct, until)
-    except (DeadlineMissed, GroupClosed) as failure:
-        raise RuntimeError(f"{failure}; {_OFF}") from failure
     except Refused:
         raise
-    except RuntimeError as failure:  # b12x's own errors come to all ranks alike
-        raise Unavailable(str(failure)) from failure
+    except Exception as failure:
+        # Peers that came to no verdict wait in b12x's exchange, and go on nowhere.
+        if isinstance(failure, GroupClosed) or seat.group.lost is not None:
+            raise RuntimeError(f"{failure}; {_OFF}") from failure
+        raise Unavailable(f"{type(failure).__name__}: {failure}") from failure
     return made[0]
 
 
@@ -155,7 +157,7 @@ def demand(seat: Seat, what: str, action: Callable[[], None], seconds: float) ->
     """
     try:
         seat.group.together(what, action, monotonic() + seconds)
-    except (DeadlineMissed, GroupClosed, Refused, RuntimeError) as failure:
+    except Exception as failure:  # kernels are compiled, which may fail in any way
         raise RuntimeError(
             f"{seat.group.name}: {what} failed: {failure}. A GPU does not see what "
             "its peer writes, or not in time: look for ACS or an IOMMU between the "
@@ -170,6 +172,21 @@ def local_refusal(world: int, device: torch.device, needs: Needs) -> str | None:
         sizes = ", ".join(map(str, needs.world_sizes))
         return f"b12x's {needs.pool} serves groups of {sizes} ranks, not of {world}"
     return _package_refusal(needs) or _device_refusal(device, needs)
+
+
+def _refusal(
+    seat: Seat, needs: Needs, peers: Store, export_refusal: str | None
+) -> str | None:
+    """Why this rank cannot. A check that raises is a no: peers wait for the vote."""
+    rank, world, device = seat.group.rank, seat.group.size, seat.device
+    try:
+        return (
+            local_refusal(world, device, needs)
+            or export_refusal
+            or peer_refusal(peers, rank, world, device)
+        )
+    except Exception as failure:
+        return f"a check failed: {type(failure).__name__}: {failure}"
 
 
 def _package_refusal(needs: Needs) -> str | None:
@@ -194,9 +211,10 @@ def _lacking(needs: Needs) -> list[str]:
     import b12x.comm.pcie as pcie  # only where it is asked for
 
     pool, channel = getattr(pcie, needs.pool), getattr(pcie, needs.channel)
+    calls = _POOL_CALLS | {"__init__": _CONSTRUCTOR + needs.sizes}
     lacking = [
         f"{needs.pool}.{method}({name})"
-        for method, names in _POOL_CALLS.items()
+        for method, names in calls.items()
         for name in _absent(pool, method, names)
     ]
     return lacking + [
@@ -243,7 +261,7 @@ def _demand_nccl(seat: Seat, until: float) -> None:
 
     try:
         seat.group.together("reduce over NCCL", reduce, until)
-    except (DeadlineMissed, GroupClosed, Refused, RuntimeError) as failure:
+    except Exception as failure:
         raise RuntimeError(
             f"{seat.group.name}: NCCL, over which b12x exchanges its handles, does not "
             f"work: {failure}. NCCL_P2P_DISABLE=1 takes it off the PCIe peer path, "

@@ -174,6 +174,7 @@ def needs(allow_unvalidated: bool) -> Needs:
     """What b12x's one-shot pool asks of every rank."""
     return Needs(
         pool="OneshotAllReducePool",
+        sizes=("eager_buffer_bytes", "max_size", "rank_data_bytes"),
         channel="OneshotAllReduce",
         operations=("all_reduce", "all_reduce_fused_add_rms_norm"),
         world_sizes=WORLD_SIZES,

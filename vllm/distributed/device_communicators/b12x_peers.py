@@ -21,6 +21,7 @@ from vllm.distributed.device_communicators.cuda_wrapper import (
     CudaRTLibrary,
     cudaIpcMemHandle_t,
 )
+from vllm.distributed.graph_channels.together import Refused
 from vllm.distributed.graph_channels.vote import Store
 
 _VERSION = 1
@@ -63,14 +64,19 @@ class PeerRecord(NamedTuple):
         version, host, gpu, exported, handle = fields
         if version != _VERSION:
             raise ValueError(f"a peer's record of version {version}, not {_VERSION}")
-        return cls(host, gpu, handle if exported else None)
+        record = cls(host, gpu, handle if exported else None)
+        if record.pack().encode() != stored:
+            raise ValueError("a peer's record whose fields contradict each other")
+        return record
 
 
 @contextmanager
 def published(store: Store, rank: int, device: torch.device) -> Iterator[str | None]:
     """Export a buffer and publish this rank's record, for a ``with`` block. Local.
 
-    Peers may open the buffer until the block ends.
+    Peers may open the buffer until the block ends. If it ends with anything but a
+    refusal, to which all ranks came, the buffer stays: cudaFree waits for the
+    device, which a reduction that hangs keeps busy for ever.
 
     Yields:
         Why nothing could be exported; None if it was.
@@ -81,15 +87,19 @@ def published(store: Store, rank: int, device: torch.device) -> Iterator[str | N
         runtime.cudaSetDevice(device.index)
         pointer = runtime.cudaMalloc(_BUFFER_BYTES)
         handle = bytes(runtime.cudaIpcGetMemHandle(pointer))
-    except (AssertionError, OSError, RuntimeError) as failure:
+    except Exception as failure:  # also a library that lacks a function
         error = f"{device} exports no memory to other processes: {failure}"
     record = PeerRecord(_host(), _gpu(device.index), handle)
     store.compare_set(_key(rank), "", record.pack())
+    refused = None
     try:
         yield error
-    finally:
-        if pointer is not None:
-            runtime.cudaFree(pointer)
+    except Refused as refusal:
+        refused = refusal
+    if pointer is not None:
+        runtime.cudaFree(pointer)
+    if refused is not None:
+        raise refused
 
 
 def peer_refusal(
