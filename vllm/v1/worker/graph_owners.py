@@ -126,6 +126,6 @@ def _v2_draft_scopes(speculative: SpeculativeConfig) -> Iterable[Owner]:
 
 
 def _encoder_communicates(config: VllmConfig) -> bool:
-    # In mode "data" each rank encodes whole items, and no layer is split.
+    # In mode "data" each rank encodes whole items; they are gathered afterwards.
     multimodal = config.model_config.multimodal_config
     return multimodal is None or multimodal.mm_encoder_tp_mode != "data"
