@@ -26,7 +26,6 @@ from vllm.distributed.graph_channels.ledger import Ledger
 from vllm.distributed.parallel_state import get_graph_channels, get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
-from vllm.utils.mem_utils import format_gib
 from vllm.v1.worker.graph_owners import GraphOwners, Stage, graph_owners
 
 if TYPE_CHECKING:
@@ -164,11 +163,10 @@ def _say_reserved(channels: Mapping[ChannelId, int], available: int) -> int:
     total = sum(channels.values())
     if total:
         logger.info(
-            "Graph channels take %s of the %s GiB for the KV cache, which leaves "
-            "%s GiB: %s",
+            "Graph channels take %s of the %s for the KV cache, which leaves %s: %s",
             _mebibytes(total),
-            format_gib(available),
-            format_gib(available - total),
+            _mebibytes(available),
+            _mebibytes(available - total),
             ", ".join(f"{name} {_mebibytes(n)}" for name, n in channels.items()),
         )
     return total
