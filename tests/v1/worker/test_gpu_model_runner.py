@@ -3,9 +3,8 @@
 
 import gc
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from vllm.distributed.graph_channels.ledger import Ledger
 from vllm.distributed.graph_channels.scope import active_channel, owner_scope
 from vllm.distributed.graph_channels.vote import GroupClosed
 from vllm.distributed.parallel_state import get_graph_channels
-from vllm.v1.worker import gpu_model_runner, graph_channels
-from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+from vllm.v1.worker import graph_channels
 from vllm.v1.worker.gpu import model_runner as v2_model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
@@ -33,71 +31,6 @@ COVERS = (
     "vllm/v1/worker/gpu_model_runner.py",
     "vllm/v1/worker/gpu/model_runner.py",
 )
-
-DESC = SimpleNamespace(num_tokens=8, uniform=True, num_active_loras=0)
-
-
-def _encoder(seen):
-    manager = object.__new__(EncoderCudaGraphManager)
-    manager.path_token_budgets = {"default": [64]}
-    manager.token_budgets = [64]
-    manager.budget_graphs = {}
-    manager._capture_budget_graph = lambda budget, path: seen.append(
-        ("encoder", str(active_channel()))
-    )
-    return manager
-
-
-@pytest.fixture
-def seen():
-    """(who captured, in which channel) in order."""
-    return []
-
-
-@pytest.fixture
-def v1_runner(communicator, seen, monkeypatch):
-    """A V1 runner without a model: one FULL graph, and an encoder's."""
-    runner = object.__new__(gpu_model_runner.GPUModelRunner)
-    runner.device = torch.device("cpu")
-    runner.vllm_config = MagicMock()
-    runner.vllm_config.profiler_config.capture_torch_profiler = False
-    runner.vllm_config.speculative_config.method = "eagle"
-    runner.supports_mm_inputs = True
-    runner.get_model = lambda: None
-    runner.compilation_config = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL)
-    runner.max_model_len = runner.max_num_tokens = 64
-    runner.lora_config = None
-    runner.encoder_cudagraph_manager = _encoder(seen)
-    runner.cudagraph_dispatcher = SimpleNamespace(
-        get_capture_descs=lambda: [(CUDAGraphMode.FULL, [DESC])],
-        cudagraph_keys={},
-        keys_initialized=True,
-    )
-
-    def capture_one(*args, **kwargs):
-        seen.append(("target", str(active_channel())))
-
-    runner._freeze_gc = nullcontext
-    runner._init_minimal_kv_cache_for_profiling = lambda: None
-    runner._create_encoder_cudagraph_manager = lambda: runner.encoder_cudagraph_manager
-    runner._warmup_and_capture = capture_one
-    runner._capture_cudagraphs = capture_one
-    runner._cleanup_profiling_kv_cache = lambda: seen.append(("freed", ""))
-    runner.maybe_remove_all_loras = lambda config: None
-
-    platform = MagicMock()
-    platform.is_rocm.return_value = False
-    monkeypatch.setattr(graph_channels, "supports_encoder_cudagraph", lambda m: True)
-    monkeypatch.setattr(gpu_model_runner, "current_platform", platform)
-    monkeypatch.setattr(
-        gpu_model_runner, "set_current_vllm_config", lambda config: nullcontext()
-    )
-    monkeypatch.setattr(gpu_model_runner, "lock_workspace", lambda: None)
-    monkeypatch.setattr(
-        "vllm.distributed.parallel_state.get_world_group",
-        lambda: SimpleNamespace(local_rank=1),
-    )
-    return runner
 
 
 def test_v1_profile_and_production_differ(v1_runner, communicator, seen):  # R-A1, R-A3
