@@ -8,13 +8,16 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed.graph_channels.scope import active_channel
+from vllm.v1.spec_decode import dflash, extract_hidden_states, llm_base_proposer
+from vllm.v1.worker import gpu_model_runner, graph_channels
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
 _DESC = SimpleNamespace(num_tokens=8, uniform=True, num_active_loras=0)
 
 
 def _encoder(seen):
-    from vllm.distributed.graph_channels.scope import active_channel
-    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-
     manager = object.__new__(EncoderCudaGraphManager)
     manager.path_token_budgets = {"default": [64]}
     manager.token_budgets = [64]
@@ -34,10 +37,6 @@ def seen():
 @pytest.fixture
 def v1_runner(communicator, seen, monkeypatch):
     """A V1 runner without a model: one FULL graph, and an encoder's."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.distributed.graph_channels.scope import active_channel
-    from vllm.v1.worker import gpu_model_runner, graph_channels
-
     runner = object.__new__(gpu_model_runner.GPUModelRunner)
     runner.device = torch.device("cpu")
     runner.vllm_config = MagicMock()
@@ -84,8 +83,6 @@ def v1_runner(communicator, seen, monkeypatch):
 @pytest.fixture
 def no_forward_context(monkeypatch):
     """Proposers run without what a forward pass of the runner sets up."""
-    from vllm.v1.spec_decode import dflash, extract_hidden_states, llm_base_proposer
-
     for module in (dflash, extract_hidden_states, llm_base_proposer):
         monkeypatch.setattr(
             module, "set_forward_context", lambda *args, **kwargs: nullcontext()
