@@ -79,7 +79,7 @@ class Ledger:
     """The transports of this process, and what all of them do together.
 
     Every method but ``checkpoint``, ``abandon`` and ``inventory`` is called by
-    all ranks of each group, in the same order, with the same arguments.
+    all ranks of each group, in the same order.
 
     Args:
         deadline: Seconds that a collective may take at start-up.
