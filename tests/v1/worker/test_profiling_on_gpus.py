@@ -7,9 +7,13 @@ runner's own steps; the last ones start whole engines on tiny models.
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -358,3 +362,74 @@ def test_an_engine_profiles_and_serves(tmp_path, v2, draft):
         assert f"take {taken / MIB:.2f} MiB" in line
         assert f"leaves {report['returned'] / MIB:.2f} MiB" in line
         assert other["measured"] == other["returned"] and other["lines"] == []
+
+
+# An executor, whose limits count ------------------------------------------------
+
+CHANNEL_DEADLINE = 10
+# Start-up of an engine of two ranks on one GPU, which took up to 70 s when seen.
+START_UP = 240
+# What the executor grants its workers before it kills them, and some room.
+EXECUTOR_LIMIT = 30
+
+
+def _start_faulty(folder, fault):
+    """Start an engine with a fault: its output, and the seconds from fault to end."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    environment = os.environ | b12x_ranks.SWITCHES
+    environment |= {
+        "VLLM_GRAPH_CHANNELS_DEADLINE": str(CHANNEL_DEADLINE),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "tests.v1.worker.faulty_worker", folder, fault]
+    engine = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    alarm = threading.Timer(START_UP, os.killpg, (engine.pid, signal.SIGKILL))
+    alarm.start()
+    lines, profiling = [], None
+    try:
+        for line in engine.stdout:
+            lines.append(line)
+            if profiling is None and "Profiling CUDA graph memory" in line:
+                profiling = time.monotonic()
+        engine.wait()
+    finally:
+        alarm.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)
+    assert profiling is not None, "".join(lines)
+    return engine, lines, time.monotonic() - profiling
+
+
+@pytest.mark.parametrize(
+    "fault, lost",
+    [
+        ("all raise", None),
+        ("one raises", None),
+        ("one raises and its peer spins", "rank 0"),
+        ("one never comes", "rank 1"),
+    ],
+)
+def test_an_engine_with_a_fault_ends_within_its_limits(tmp_path, fault, lost):
+    # R-C1 # R-C3 # R-D2 # C18 # C49
+    engine, lines, seconds = _start_faulty(tmp_path, fault)
+    output = "".join(lines)
+    assert engine.returncode > 0, output  # by itself, and not by the alarm
+    assert seconds < CHANNEL_DEADLINE + EXECUTOR_LIMIT, output
+    kept = [n for n, line in enumerate(lines) if "left to the end of" in line]
+    if lost is None:
+        assert not kept, output
+    else:
+        assert f"{lost} did not vote in time" in lines[kept[0]], output
+    first = "first error" if fault != "one never comes" else "did not vote in time"
+    told = [n for n, line in enumerate(lines) if first in line]
+    assert told and (not kept or told[-1] > kept[-1]), output
+    with pytest.raises(ProcessLookupError):  # no process of its session is left
+        os.killpg(engine.pid, 0)
