@@ -5,8 +5,13 @@ import logging
 from contextlib import contextmanager
 
 import pytest
+from torch.distributed import HashStore
 
-from tests.distributed.recording_transport import RecordingTransport, alone
+from tests.distributed.recording_transport import (
+    RecordingTransport,
+    alone,
+    group,
+)
 from vllm.distributed.graph_channels.deadline import DeadlineMissed
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
@@ -75,8 +80,8 @@ def test_a_transport_of_two_groups_is_entered_once(events):  # R-B1 # C19
     ledger = _ledger()
     shared = RecordingTransport("shared", events)
     groups = alone("tp"), alone("dcp")
-    for group in groups:
-        ledger.register(shared, group)
+    for its_group in groups:
+        ledger.register(shared, its_group)
     checkpoint = ledger.checkpoint()
     with ledger.scope(TARGET):
         pass
@@ -418,6 +423,19 @@ def test_a_rank_that_misses_a_rollback_is_told_of_once(two, caplog, failure):
     assert "did not end within 1 s" in ledger.lost
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith("Graph channels are left to the end of the process")
+
+
+def test_a_rank_that_has_failed_refuses_for_the_others(events):  # R-C3
+    store = HashStore()
+    failed, other = (_ledger() for _ in range(2))
+    for rank, ledger in enumerate((failed, other)):
+        transport = RecordingTransport(f"rank {rank}", events)
+        ledger.register(transport, group("tp:0", rank, 2, store))
+    failed.refuse([TARGET], "first error")
+    with pytest.raises(Refused, match="rank 0: first error"):
+        other.prepare([TARGET])
+    assert events == []
+    assert failed.lost is None and other.lost is None
 
 
 def test_a_failure_with_all_ranks_there_loses_nobody(two):  # R-C1

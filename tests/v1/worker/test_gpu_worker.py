@@ -166,9 +166,21 @@ def test_a_failed_measurement_makes_no_channel(worker, channels, events):  # R-C
         raise RuntimeError("first error")
 
     worker.model_runner.profile_run = fail
-    with pytest.raises(RuntimeError, match="first error"):
+    with pytest.raises(RuntimeError, match="first error") as raised:
         worker.determine_available_memory()
     assert events == []
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_peers_that_cannot_be_told_are_a_note(worker, channels, monkeypatch):  # R-C3
+    def fail():
+        raise RuntimeError("first error")
+
+    worker.model_runner.profile_run = fail
+    monkeypatch.setattr(graph_channels, "_owners", None)
+    with pytest.raises(RuntimeError, match="first error") as raised:
+        worker.determine_available_memory()
+    assert "Other ranks could not be told" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("ledger", [None, Ledger(deadline=5, closing_deadline=5)])

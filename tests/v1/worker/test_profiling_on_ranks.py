@@ -8,6 +8,7 @@ is an all-reduce between processes, which waits for its peer as a kernel would.
 import gc
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from vllm.distributed.graph_channels.scope import owner_scope
 from vllm.distributed.graph_channels.together import Refused
 from vllm.distributed.graph_channels.vote import GroupClosed
 from vllm.v1.executor.lost_ranks import end_process_if_ranks_are_lost
+from vllm.v1.worker.graph_channels import reserves_graph_channels
 
 LIMIT = 60
 DEADLINE = 2.0  # of a vote; a kernel that waits for its peer waits longer
@@ -178,6 +180,41 @@ def test_a_rank_that_never_comes_back_is_not_waited_for(v1_runner):  # R-C1 # C1
     patient, late = on_ranks(v1_runner, body)
     assert patient.value == (True, 0)
     assert late.error is None and late.value[1] == 0  # it obeys the verdict
+
+
+@pytest.mark.parametrize("when", ["in the model", "after its captures"])
+def test_a_rank_that_fails_alone_is_what_the_others_tell_of(v1_runner, when):
+    # R-C3 # C18: at once, and not when a deadline has passed
+    @reserves_graph_channels
+    def determine(worker):
+        worker.run_model()
+        return worker.model_runner.profile_cudagraph_memory()
+
+    def body(rank):
+        fails = raises(RuntimeError("first error")) if rank.rank == 1 else lambda: None
+        worker = SimpleNamespace(model_runner=rank.runner, use_v2_model_runner=False)
+        worker.run_model = fails if when == "in the model" else lambda: None
+
+        def capture():
+            rank.demand_sum()
+            if when == "after its captures":
+                fails()
+
+        rank.runner._warmup_and_capture = lambda *args, **kwargs: capture()
+        rank.runner._create_encoder_cudagraph_manager = lambda: None
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match="first error") as raised:
+            determine(worker)
+        seconds = time.monotonic() - began
+        return str(raised.value), seconds < DEADLINE, rank.ledger.lost is None
+
+    other, failed = values(on_ranks(v1_runner, body))
+    assert failed == ("first error", True, True)
+    assert "refused: rank 1: RuntimeError: first error" in other[0]
+    if when == "after its captures":
+        assert other[1:] == (True, True)
+    else:  # it was going to profile, and waits in vain to roll that back
+        assert not other[2]
 
 
 def test_the_worker_ends_when_its_error_is_reported(v1_runner):  # R-D2

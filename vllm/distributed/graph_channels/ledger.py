@@ -31,6 +31,9 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+# How long a rank that has failed tries to tell the others.
+_WORD_SECONDS = 1.0
+
 
 @dataclass(eq=False)
 class _Member:
@@ -178,17 +181,27 @@ class Ledger:
     def prepare(self, channels: Sequence[ChannelId | EagerLane]) -> None:
         """Allocate channels on every transport, in one order on all ranks."""
         listed = sorted(set(channels), key=str)
+        subject = _preparing(listed)
 
         def allocate(members: Sequence[_Member]) -> None:
             for member in members:
                 member.transport.prepare(listed)
 
-        subject = f"prepare {', '.join(map(str, listed))}"
         self._all_groups(
             lambda group, members: group.together(
                 subject, lambda: allocate(members), self._until()
             )
         )
+
+    def refuse(self, channels: Sequence[ChannelId], error: str) -> None:
+        """Come to no ``prepare`` of these, and let the others not wait for it. Local.
+
+        For a rank that has failed: its peers are refused, with its error, at their
+        next step together. It waits for none of them.
+        """
+        for group in self._groups:
+            if self._members_of(group):
+                group.refuse(_preparing(channels), error, _WORD_SECONDS)
 
     def checkpoint(self) -> GraphChannelsCheckpoint:
         """Note what every transport holds, before a disposable capture. Local.
@@ -410,6 +423,10 @@ class Ledger:
                 member.transport.label,
                 error,
             )
+
+
+def _preparing(channels: Sequence[ChannelId | EagerLane]) -> str:
+    return f"prepare {', '.join(map(str, channels))}"
 
 
 def admission(ledger: Ledger | None) -> Admission:

@@ -109,14 +109,21 @@ def reserves_graph_channels(
     the same on both runners. With ``kv_cache_memory_bytes`` too: as vLLM does
     with what its multimodal frontend reserves, the number given stands for the
     KV cache and for what is taken off it, so that memory use is what was asked for.
+
+    A rank on which the method fails lets the others fail with its error, which
+    would else wait for it when they make theirs.
     """
 
     @wraps(determine)
     def determine_and_reserve(worker: "Worker") -> int:
-        available = determine(worker)
         ledger = _ledger_with_transports()
         if ledger is None:
-            return available
+            return determine(worker)
+        try:
+            available = determine(worker)
+        except BaseException as failure:
+            _tell(ledger, worker, failure)
+            raise
         owners = _owners(worker.model_runner, v2_runner=worker.use_v2_model_runner)
         channels = _prepare(ledger, owners, Phase.PRODUCTION)
         return available - _say_reserved(channels, available)
@@ -157,6 +164,17 @@ def _prepare(
         channel: sum(names.get(str(channel), 0) for names in held)
         for channel in channels
     }
+
+
+def _tell(ledger: Ledger, worker: "Worker", failure: BaseException) -> None:
+    """Tell the peers of a failure, at the step that they are about to take."""
+    try:
+        owners = _owners(worker.model_runner, v2_runner=worker.use_v2_model_runner)
+        channels = catalogue(owners.communicating, Phase.PRODUCTION)
+        if channels:  # else the others come to no step together
+            ledger.refuse(channels, f"{type(failure).__name__}: {failure}")
+    except Exception as error:
+        failure.add_note(f"Other ranks could not be told: {error}")
 
 
 def _say_reserved(channels: Mapping[ChannelId, int], available: int) -> int:
