@@ -196,6 +196,27 @@ def test_v1_profiles_between_a_checkpoint_and_a_rollback(profiled, channels):
     assert channels.channels == LANES
 
 
+def test_v1_graphs_in_cycles_are_gone_before_the_rollback(profiled, channels, wrapper):
+    # R-C1
+    def capture(*args, **kwargs):
+        graph = _Graph()
+        graph.itself = wrapper.entries["target"] = graph
+        weakref.finalize(graph, channels.events.append, "graph destroyed")
+
+    profiled._warmup_and_capture = capture
+    gc.disable()
+    try:
+        profiled.profile_cudagraph_memory()
+    finally:
+        gc.enable()
+    assert channels.events[-4:] == [
+        "graph destroyed",
+        "tp synchronize",
+        "tp rollback",
+        "profiling KV freed",
+    ]
+
+
 def test_v1_nothing_stays_over_a_hundred_profiles(profiled, channels):  # R-C2 # C13
     for _ in range(100):
         profiled.profile_cudagraph_memory()
