@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorders that stand where a GPU's communicators and streams would."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -46,6 +47,7 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> RecordingCommunicator:
     for group, held in (("_TP", device_communicator), ("_PP", None)):
         coordinator = object.__new__(parallel_state.GroupCoordinator)
         coordinator.device_communicator = held
+        coordinator.rank, coordinator.ranks = 0, [0]
         monkeypatch.setattr(parallel_state, group, coordinator)
 
     stream = MagicMock(name="stream")
@@ -59,3 +61,34 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> RecordingCommunicator:
     )
     monkeypatch.setattr(torch, "accelerator", accelerator)
     return recorder
+
+
+@pytest.fixture
+def channels(communicator: RecordingCommunicator, monkeypatch: pytest.MonkeyPatch):
+    """The transport of the process's ledger, behind the real graph_capture.
+
+    A recorder (tests/distributed/recording_transport.py), on a group of one rank.
+    """
+    from tests.distributed.recording_transport import RecordingTransport, alone
+    from vllm.distributed import parallel_state
+    from vllm.distributed.graph_channels.identity import EagerLane
+    from vllm.distributed.graph_channels.ledger import Ledger
+
+    ledger = Ledger(deadline=5, closing_deadline=5, names_demanded_by="a test")
+    transport = RecordingTransport("tp", [])
+    ledger.register(transport, alone(), lanes=(EagerLane.ALLREDUCE,))
+    transport.events.clear()
+    monkeypatch.setattr(parallel_state, "_LEDGER", ledger)
+    return transport
+
+
+@pytest.fixture
+def heard():
+    """What vLLM's loggers say; they do not propagate."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    source = logging.getLogger("vllm")
+    source.addHandler(handler)
+    yield records
+    source.removeHandler(handler)

@@ -21,12 +21,14 @@ class RecordingTransport:
         label: Begins each line.
         events: Where the lines go; several transports may share it.
         fail: Calls that raise, by method: the exception to raise.
+        prepared_bytes: What a channel holds that is prepared.
     """
 
     def __init__(self, label: str, events: list[str]) -> None:
         self.label = label
         self.events = events
         self.fail: dict[str, BaseException] = {}
+        self.prepared_bytes = 64
         self.channels: dict[Channel, int] = {}
         self._checkpoints: Checkpoints[dict[Channel, int]] = Checkpoints()
 
@@ -38,7 +40,7 @@ class RecordingTransport:
     def prepare(self, channels: Sequence[Channel]) -> None:
         self._note("prepare", ",".join(map(str, channels)))
         for channel in channels:
-            self.channels.setdefault(channel, 64)
+            self.channels.setdefault(channel, self.prepared_bytes)
 
     @contextmanager
     def capture(self, channel_id: ChannelId) -> Iterator[None]:

@@ -5,8 +5,14 @@ import logging
 from contextlib import contextmanager
 
 import pytest
+from torch.distributed import HashStore
 
-from tests.distributed.recording_transport import RecordingTransport, alone
+from tests.distributed.recording_transport import (
+    RecordingTransport,
+    alone,
+    group,
+)
+from vllm.distributed.graph_channels.deadline import DeadlineMissed
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
     EagerLane,
@@ -74,8 +80,8 @@ def test_a_transport_of_two_groups_is_entered_once(events):  # R-B1 # C19
     ledger = _ledger()
     shared = RecordingTransport("shared", events)
     groups = alone("tp"), alone("dcp")
-    for group in groups:
-        ledger.register(shared, group)
+    for its_group in groups:
+        ledger.register(shared, its_group)
     checkpoint = ledger.checkpoint()
     with ledger.scope(TARGET):
         pass
@@ -381,6 +387,64 @@ def test_an_abandoned_ledger_begins_nothing(two, events, caplog):  # R-D4
     assert [r.getMessage() for r in caplog.records] == [
         "Graph channels are left to the end of the process: SIGTERM"
     ]
+
+
+def test_a_silent_owner_enters_no_transport(two, events):  # R-A3
+    ledger, _, _ = two
+    ledger.silence([Owner.ENCODER])
+    with ledger.scope(ENCODER):
+        assert active_channel() == ENCODER
+    assert events == []
+    with ledger.scope(TARGET), owner_scope(Owner.ENCODER):
+        late = RecordingTransport("late", events)
+        ledger.register(late, alone("late"))  # R-B3: joins the target's scope alone
+    assert not [event for event in events if "encoder" in event]
+    assert ledger.inventory()["late"] == {str(TARGET): 64}
+    ledger.silence([])
+    with ledger.scope(ENCODER):
+        assert f"tp enter {ENCODER}" in events
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("first error")])
+def test_a_rank_that_misses_a_rollback_is_told_of_once(two, caplog, failure):
+    # R-C1 # R-C3
+    ledger, tp, _ = two
+    assert ledger.lost is None
+    checkpoint = ledger.checkpoint()
+    tp.fail["synchronize"] = DeadlineMissed("synchronize", 1)
+    with _heard(caplog):
+        if failure is None:
+            with pytest.raises(DeadlineMissed):
+                ledger.rollback(checkpoint)
+        else:
+            ledger.rollback(checkpoint, failure)
+            assert "did not end within 1 s" in failure.__notes__[0]
+        ledger.close()
+    assert "did not end within 1 s" in ledger.lost
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("Graph channels are left to the end of the process")
+
+
+def test_a_rank_that_has_failed_refuses_for_the_others(events):  # R-C3
+    store = HashStore()
+    failed, other = (_ledger() for _ in range(2))
+    for rank, ledger in enumerate((failed, other)):
+        transport = RecordingTransport(f"rank {rank}", events)
+        ledger.register(transport, group("tp:0", rank, 2, store))
+    failed.refuse([TARGET], "first error")
+    with pytest.raises(Refused, match="rank 0: first error"):
+        other.prepare([TARGET])
+    assert events == []
+    assert failed.lost is None and other.lost is None
+
+
+def test_a_failure_with_all_ranks_there_loses_nobody(two):  # R-C1
+    ledger, tp, _ = two
+    checkpoint = ledger.checkpoint()
+    tp.fail["rollback"] = RuntimeError("unmap failed")
+    with pytest.raises(RuntimeError, match="unmap failed"):
+        ledger.rollback(checkpoint)
+    assert ledger.lost is None
 
 
 def test_a_dropped_ledger_makes_no_call(two, events):  # R-D3 # C24

@@ -386,6 +386,34 @@ def test_one_who_comes_late_obeys(stores):  # R-D6
             elector.vote("rollback", deadline=AMPLE)
 
 
+def test_one_who_refuses_waits_for_nobody(stores):  # R-D6 # R-B5
+    refusing, late = (Electorate(s, n, 2, "tp:0") for n, s in enumerate(stores[:2]))
+    began = time.monotonic()
+    first = refusing.refuse("step", "no memory", deadline=AMPLE)
+    second = late.vote("another step", deadline=AMPLE)
+    assert time.monotonic() - began < AMPLE / 2
+    assert alike([first, second]).verdict is NO
+    assert dict(second.errors) == {0: "no memory"}
+    with ThreadPoolExecutor(2) as pool:  # they are in step, and go on
+        votes = pool.map(lambda e: e.vote("next", deadline=AMPLE), (refusing, late))
+        assert alike(list(votes)).verdict is GO
+
+
+def test_who_waits_already_is_refused_at_once():  # R-D6
+    store = MemoryStore()
+
+    def body(elector):
+        if elector.rank == 1:
+            time.sleep(0.1)
+            return elector.refuse("step", "no memory", deadline=AMPLE)
+        return elector.vote("step", deadline=AMPLE)
+
+    began = time.monotonic()
+    outcome = alike(together([store] * 2, body))
+    assert time.monotonic() - began < AMPLE / 2
+    assert (outcome.verdict, dict(outcome.errors)) == (NO, {1: "no memory"})
+
+
 @pytest.mark.parametrize("size", [1, 8, 16, MAX_RANKS])
 def test_groups_of_many_ranks(size):  # R-D6
     def body(elector):

@@ -2,29 +2,22 @@
 """Each speculator names its graphs: the V2 runner's, and the V1 proposers."""
 
 import inspect
-from contextlib import nullcontext
-from unittest.mock import MagicMock
 
 import pytest
-import torch
 
 import vllm.v1.spec_decode
 import vllm.v1.worker.gpu.spec_decode
 from tests.utils import import_all, with_subclasses
+from tests.v1.speculators import MANAGERS, proposer_of, speculator_of
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.scope import active_channel, channel_scope
-from vllm.v1.spec_decode import dflash, extract_hidden_states, llm_base_proposer
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
-    SpeculatorCudaGraphManager,
-)
 from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
     AutoRegressiveSpeculator,
 )
-from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
@@ -44,12 +37,6 @@ COVERS = (
 )
 
 AUTOREGRESSIVE = ["vllm:draft_prefill:production", "vllm:draft_decode:production"]
-MANAGERS = {
-    "prefill_cudagraph_manager": SpeculatorCudaGraphManager,
-    "decode_cudagraph_manager": SpeculatorCudaGraphManager,
-    "cudagraph_manager": SpeculatorCudaGraphManager,
-    "query_cudagraph_manager": DFlashCudaGraphManager,
-}
 
 
 def _speculators():
@@ -72,33 +59,9 @@ def _expected(cls):
     raise AssertionError(f"no owner is known for {cls.__name__}")
 
 
-class _Anything:
-    """Gives a mock for whatever attribute a speculator reads."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        value = MagicMock(name=name)
-        setattr(self, name, value)
-        return value
-
-
-def _speculator(cls):
-    """A speculator without a model, with real managers that have no batch sizes."""
-    speculator = object.__new__(type(cls.__name__, (cls, _Anything), {}))
-    for attribute, manager_class in MANAGERS.items():
-        manager = object.__new__(manager_class)
-        manager.device = torch.device("cpu")
-        manager.use_breakable_cg = False
-        manager._capture_descs = {}
-        setattr(speculator, attribute, manager)
-    speculator.num_speculative_steps = 2
-    return speculator
-
-
 @pytest.mark.parametrize("cls", _speculators(), ids=lambda cls: cls.__name__)
 def test_a_v2_speculators_graphs_are_its_own(cls, communicator):  # R-A3 # C07
-    _speculator(cls).capture()
+    speculator_of(cls).capture()
     assert communicator.names == _expected(cls)
 
 
@@ -112,7 +75,7 @@ def test_owners_beside_one_another_differ(cls):  # R-A3 # C07
 
 
 def test_one_step_needs_no_decode_graphs(communicator):
-    speculator = _speculator(EagleSpeculator)
+    speculator = speculator_of(EagleSpeculator)
     speculator.num_speculative_steps = 1
     speculator.capture()
     assert communicator.names == AUTOREGRESSIVE[:1]
@@ -121,7 +84,7 @@ def test_one_step_needs_no_decode_graphs(communicator):
 def test_streams_do_not_name_graphs(communicator):  # R-A2 # C01
     # All owners are recorded on one stream here, as torch may recycle its handle.
     for cls in (EagleSpeculator, DFlashSpeculator, DSparkSpeculator):
-        _speculator(cls).capture()
+        speculator_of(cls).capture()
     assert len(communicator.names) == len(set(communicator.names)) == 4
 
 
@@ -146,35 +109,12 @@ def _proposers():
     return [*with_subclasses(SpecDecodeBaseProposer), ExtractHiddenStatesProposer]
 
 
-def _proposer(cls, seen):
-    proposer = object.__new__(type(cls.__name__, (cls, _Anything), {}))
-    model = MagicMock()
-    model.side_effect = lambda **inputs: seen.append(str(active_channel()))
-    proposer.model = model
-    proposer.parallel_drafting = False
-    proposer.num_speculative_tokens = 3
-    proposer.max_query_tokens = 8
-    proposer.supports_mm_inputs = False
-    proposer.pass_hidden_states_to_model = False
-    proposer._draft_attn_layer_names = proposer.attn_layer_names = []
-    proposer._determine_batch_execution_and_padding = lambda *a, **k: (None, 1, None)
-    return proposer
-
-
-@pytest.fixture
-def no_forward_context(monkeypatch):
-    for module in (dflash, extract_hidden_states, llm_base_proposer):
-        monkeypatch.setattr(
-            module, "set_forward_context", lambda *args, **kwargs: nullcontext()
-        )
-
-
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("cls", _proposers(), ids=lambda cls: cls.__name__)
 def test_a_v1_draft_runs_in_its_own_scope(cls, phase, no_forward_context):
     # R-B4 # C07: once a batch size, all within one scope of the target.
     seen = []
-    proposer = _proposer(cls, seen)
+    proposer = proposer_of(cls, seen)
     target = ChannelId(Owner.TARGET, phase)
     with channel_scope(target):
         for size in (4, 2, 1):
@@ -188,12 +128,12 @@ def test_a_v1_draft_runs_in_its_own_scope(cls, phase, no_forward_context):
 def test_a_v1_dummy_batch_while_serving_opens_no_scope(cls, no_forward_context):
     # R-B4, R-A5
     seen = []
-    _proposer(cls, seen).dummy_run(num_tokens=1)
+    proposer_of(cls, seen).dummy_run(num_tokens=1)
     assert set(seen) == {"None"}
 
 
 def test_a_failing_v1_draft_gives_the_scope_back(no_forward_context):  # R-B5
-    proposer = _proposer(DFlashProposer, [])
+    proposer = proposer_of(DFlashProposer, [])
     proposer.model.side_effect = RuntimeError
     target = ChannelId(Owner.TARGET, Phase.PROFILE)
     with channel_scope(target):

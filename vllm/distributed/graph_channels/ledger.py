@@ -8,12 +8,12 @@ on this host; a rank that misses it is told of, not waited for.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 from vllm.distributed.graph_channels.entry import enter_together
-from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
+from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
 from vllm.distributed.graph_channels.scope import (
     Admission,
     channel_scope,
@@ -30,6 +30,9 @@ from vllm.distributed.graph_channels.vote import GroupClosed
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
+
+# How long a rank that has failed tries to tell the others.
+_WORD_SECONDS = 1.0
 
 
 @dataclass(eq=False)
@@ -78,8 +81,8 @@ GraphChannelsCheckpoint = Checkpoint[_Snapshot]
 class Ledger:
     """The transports of this process, and what all of them do together.
 
-    Every method that is not said to be local is called by all ranks of each group,
-    in the same order.
+    Every method but ``checkpoint``, ``abandon`` and ``inventory`` is called by
+    all ranks of each group, in the same order.
 
     Args:
         deadline: Seconds that a collective may take at start-up.
@@ -105,6 +108,7 @@ class Ledger:
         # First entries that the groups agreed to, with or without a transport.
         self._admitted: set[tuple[Group, ChannelId]] = set()
         self._checkpoints: Checkpoints[_Snapshot] = Checkpoints()
+        self._silent: frozenset[Owner] = frozenset()
         self._abandoned: str | None = None
         self._said: set[_Member] = set()
 
@@ -143,6 +147,25 @@ class Ledger:
             if scope.channel_id is not None and scope.admit == self.admit:
                 self._admit_group(group, scope.channel_id, scope.members)
 
+    @property
+    def lost(self) -> str | None:
+        """Why nothing collective is begun any more; None if something may be.
+
+        A rank did not come to a step in time, here or in one group, or this
+        rank gave up: a peer's device may never be idle again.
+        """
+        reasons = (group.lost for group in self._groups)
+        return self._abandoned or next(filter(None, reasons), None)
+
+    def silence(self, owners: Iterable[Owner]) -> None:
+        """Name the owners whose graphs record no collective. Local.
+
+        Their scopes enter no transport from now on, so they get no memory. They
+        may not communicate there: nothing would keep them off the channel of a
+        scope around theirs.
+        """
+        self._silent = frozenset(owners)
+
     def scope(self, channel_id: ChannelId | None) -> AbstractContextManager[None]:
         """Capture graphs of an owner: every transport moves to its channel.
 
@@ -158,17 +181,27 @@ class Ledger:
     def prepare(self, channels: Sequence[ChannelId | EagerLane]) -> None:
         """Allocate channels on every transport, in one order on all ranks."""
         listed = sorted(set(channels), key=str)
+        subject = _preparing(listed)
 
         def allocate(members: Sequence[_Member]) -> None:
             for member in members:
                 member.transport.prepare(listed)
 
-        subject = f"prepare {', '.join(map(str, listed))}"
         self._all_groups(
             lambda group, members: group.together(
                 subject, lambda: allocate(members), self._until()
             )
         )
+
+    def refuse(self, channels: Sequence[ChannelId], error: str) -> None:
+        """Come to no ``prepare`` of these, and let the others not wait for it. Local.
+
+        For a rank that has failed: its peers are refused, with its error, at their
+        next step together. It waits for none of them.
+        """
+        for group in self._groups:
+            if self._members_of(group):
+                group.refuse(_preparing(channels), error, _WORD_SECONDS)
 
     def checkpoint(self) -> GraphChannelsCheckpoint:
         """Note what every transport holds, before a disposable capture. Local.
@@ -191,7 +224,7 @@ class Ledger:
 
         The graphs captured since then are gone. A rank that does not come
         before the deadline may be inside a kernel for ever: then nothing is
-        freed, the group's channels are given up for good, and that is all.
+        freed, the ledger is abandoned, and that is all.
 
         Args:
             checkpoint: Of this ledger, not spent, taken outside any scope.
@@ -212,6 +245,8 @@ class Ledger:
                 lambda group, members: self._roll_back(group, members, snapshot, until)
             )
         except BaseException as error:
+            if self.lost is not None:
+                self.abandon(self.lost)
             if failure is None:
                 raise
             failure.add_note(f"Rolling its channels back failed too: {error}")
@@ -298,6 +333,8 @@ class Ledger:
     def _admit_group(
         self, group: Group, channel_id: ChannelId, members: ExitStack
     ) -> None:
+        if channel_id.owner in self._silent:
+            return
         there = self._members_of(group)
         fresh = [member for member in there if channel_id not in member.entered]
         first = self.names_demanded_by and (group, channel_id) not in self._admitted
@@ -386,6 +423,10 @@ class Ledger:
                 member.transport.label,
                 error,
             )
+
+
+def _preparing(channels: Sequence[ChannelId | EagerLane]) -> str:
+    return f"prepare {', '.join(map(str, channels))}"
 
 
 def admission(ledger: Ledger | None) -> Admission:

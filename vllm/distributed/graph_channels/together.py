@@ -84,6 +84,20 @@ class Group:
         if outcome.verdict is Verdict.NO:
             raise Refused(outcome)
 
+    def refuse(self, subject: str, error: str, seconds: float) -> None:
+        """Let this group's ranks not do what they are about to. One rank calls it.
+
+        They are refused with its error; it waits for none of them. Does nothing
+        where nothing collective is begun any more.
+
+        Args:
+            subject: What is not to be done.
+            error: Why this rank cannot.
+            seconds: How long the store may take.
+        """
+        if self._lost is None and self._failed is None:
+            self._electorate.refuse(subject, error, deadline=seconds)
+
     def together(
         self,
         subject: str,

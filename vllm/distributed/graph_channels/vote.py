@@ -193,17 +193,40 @@ class Electorate:
             KeyboardInterrupt, SystemExit: At once, and this rank votes no more.
                 Its ballot stays: the others may see ``GO``, and miss it then.
         """
+        return self._vote(subject, error, deadline, waits=True)
+
+    def refuse(self, subject: str, error: str, *, deadline: float) -> Outcome:
+        """Vote against, in place of ``vote``, and wait for no other rank.
+
+        Whoever comes to the vote is refused, with this error, and need not wait
+        for this rank. Others' errors may be missing from the outcome.
+
+        Args:
+            subject: What the others are about to do.
+            error: Why this rank cannot.
+            deadline: How many seconds the store may take.
+
+        Raises:
+            ValueError, GroupClosed, KeyboardInterrupt, SystemExit: As ``vote``.
+        """
+        return self._vote(subject, error, deadline, waits=False)
+
+    def _vote(
+        self, subject: str, error: str | None, deadline: float, *, waits: bool
+    ) -> Outcome:
         demand_seconds(deadline)
         if self._closed is not None:
             raise GroupClosed(self._closed)
         # stays so if an exception leaves the vote
         self._closed = f"{self._name} is closed: {subject}: the vote did not end"
-        outcome = self._outcome(subject, error, deadline)
+        outcome = self._outcome(subject, error, deadline, waits)
         abandoned = outcome.verdict is Verdict.ABANDONED
         self._closed = f"{self._name} is closed: {outcome}" if abandoned else None
         return outcome
 
-    def _outcome(self, subject: str, error: str | None, deadline: float) -> Outcome:
+    def _outcome(
+        self, subject: str, error: str | None, deadline: float, waits: bool
+    ) -> Outcome:
         reserved = min(deadline * _RESERVED_SHARE, _RESERVED_SECONDS)
         until = monotonic() + deadline - reserved
         number, self._votes = self._votes, self._votes + 1
@@ -211,8 +234,9 @@ class Electorate:
 
         def settle() -> Outcome:
             self._cast(number, subject, error)
-            self._await(number, until, left)
-            ruling = self._rule(number, left)
+            if waits:
+                self._await(number, until, left)
+            ruling = self._rule(number, left, waits)
             errors = self._complaints(number, ruling.erring)
             return Outcome(subject, ruling.verdict, errors, ruling.missing)
 
@@ -244,7 +268,7 @@ class Electorate:
                 break
             pause = min(pause * _POLL_GROWTH, _POLL_SECONDS_AT_MOST)
 
-    def _rule(self, number: int, left: Event) -> _Ruling:
+    def _rule(self, number: int, left: Event, waited: bool) -> _Ruling:
         """The verdict that stands: this rank's own, if there was none."""
         key = self._key(number, "verdict")
         if self._store.check([key]):
@@ -252,7 +276,9 @@ class Electorate:
         ballots = {rank: self._key(number, rank) for rank in range(self.size)}
         voted = [rank for rank in ballots if self._store.check([ballots[rank]])]
         missing = tuple(ballots.keys() - voted)
-        own = _Ruling(missing, tuple(self._complaints(number, voted))).pack()
+        erring = tuple(self._complaints(number, voted))
+        # This rank's error is enough for a no; nobody was given time to come.
+        own = _Ruling(missing if waited else (), erring).pack()
         if left.is_set():
             # peers must not be told that this rank, whose caller has gone, goes on
             raise InterruptedError("nobody waits for this verdict")

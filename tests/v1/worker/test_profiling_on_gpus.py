@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiling on GPUs over b12x: memory, names, surviving graphs, and lost ranks.
+
+Two ranks, on one GPU or on two. The first tests capture real graphs around the
+runner's own steps; the last ones start whole engines on tiny models.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+
+# They come with the b12x transport.
+gpus = pytest.importorskip("tests.gpus")
+b12x_ranks = pytest.importorskip("tests.distributed.b12x_ranks")
+pytest.importorskip("b12x")
+
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.distributed.graph_channels.identity import (  # noqa: E402
+    ChannelId,
+    Owner,
+    Phase,
+)
+from vllm.distributed.graph_channels.scope import owner_scope  # noqa: E402
+from vllm.v1.executor.lost_ranks import end_process_if_ranks_are_lost  # noqa: E402
+from vllm.v1.worker import graph_channels  # noqa: E402
+from vllm.v1.worker.graph_channels import DisposableCapture  # noqa: E402
+from vllm.v1.worker.graph_owners import GraphOwners  # noqa: E402
+
+pytestmark = gpus.needs_gpu
+
+WORLD = 2
+DEADLINE = 240
+ROUNDS = 20
+MIB = 1 << 20
+TOLERATED = 4 * MIB  # all ranks together, from the second round on
+PROFILE = ChannelId(Owner.TARGET, Phase.PROFILE)
+SIZE = 64
+
+
+def on_ranks(body, **environment):
+    """What ``body(rank)`` gives on each rank, with b12x's channels in place."""
+
+    def rank_body(rank, device):
+        with b12x_ranks.tensor_parallel(WORLD, device) as here:
+            _foresee(Owner.TARGET, Owner.DRAFT)
+            return body(here)
+
+    switches = b12x_ranks.SWITCHES | environment
+    return gpus.values(WORLD, rank_body, DEADLINE, **switches)
+
+
+def _foresee(*owners):
+    """Stand in for the configuration that tells whose scopes will open."""
+    foreseen = GraphOwners(communicating=frozenset(owners))
+    graph_channels._owners = lambda runner, v2_runner: foreseen
+
+
+def free_memory(device):
+    """Free bytes of all GPUs in use, while every rank is idle."""
+    torch.cuda.synchronize(device)
+    dist.barrier()
+    reports = [None] * WORLD
+    dist.all_gather_object(reports, (device.index, torch.cuda.mem_get_info(device)[0]))
+    dist.barrier()
+    return sum(dict(reports).values())
+
+
+class GraphWithProduct:
+    """A matrix product and an all-reduce of it, captured in the open scope."""
+
+    def __init__(self, here, stream):
+        self.here = here
+        self.numbers = torch.zeros(SIZE, SIZE, device=here.device)
+        self.weight = torch.eye(SIZE, device=here.device).roll(1, 0) * 2
+        self._reduce()  # as vLLM warms up: on the scope's stream, before capture
+        stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.total = self._reduce()
+
+    def _reduce(self):
+        return self.here.group.all_reduce(self.numbers @ self.weight)
+
+    def is_right(self, turn):
+        """Replay on other numbers; small integers, so the sum is exact."""
+        column = torch.arange(SIZE, device=self.here.device) % 7 + turn % 5
+        base = column.repeat(SIZE, 1).float()
+        self.numbers.copy_(base + self.here.rank)
+        self.graph.replay()
+        ranks_sum = WORLD * (WORLD - 1) // 2
+        expected = (base * WORLD + ranks_sum) @ self.weight
+        return torch.equal(self.total, expected)
+
+
+@contextmanager
+def capturing(here, channel_id, stream):
+    context = parallel_state.GraphCaptureContext(stream)
+    with parallel_state.graph_capture(here.device, context, channel_id=channel_id):
+        yield
+
+
+def profile(here, stream, between=lambda: None):
+    """What the runner does around its throwaway captures, with real graphs."""
+    disposable = DisposableCapture(None)
+    graphs = []
+    try:
+        disposable.prepare()
+        with capturing(here, PROFILE, stream):
+            graphs.append(GraphWithProduct(here, stream))
+            between()
+            with owner_scope(Owner.DRAFT):
+                graphs.append(GraphWithProduct(here, stream))
+    finally:
+        graphs.clear()
+        disposable.roll_back()
+        torch.cuda.synchronize(here.device)
+        torch.cuda.empty_cache()
+
+
+def test_nothing_stays_over_twenty_rounds():  # R-C2 # C13
+    def body(here):
+        stream, free, names = torch.cuda.Stream(), [], []
+        for _ in range(ROUNDS):
+            before = here.ledger.inventory()
+            profile(here, stream)
+            names.append(here.ledger.inventory() == before)
+            free.append(free_memory(here.device))
+        lost = max(free[1:]) - min(free[1:])
+        return all(names), lost
+
+    for names_are_equal, lost in on_ranks(body):
+        assert names_are_equal
+        assert lost <= TOLERATED, f"{lost / MIB:.1f} MiB"
+
+
+def test_survivors_with_products_replay_when_a_profile_is_gone():  # C50 # C13
+    def body(here):
+        stream = torch.cuda.Stream()
+        with capturing(here, b12x_ranks.TARGET, stream):
+            survivor = GraphWithProduct(here, stream)
+        for _ in range(3):
+            profile(here, stream)
+        # and production goes on, on the same stream
+        with capturing(here, b12x_ranks.DRAFT, stream):
+            later = GraphWithProduct(here, stream)
+        wrong = 0
+        for turn in range(1000):
+            wrong += not survivor.is_right(turn)
+            wrong += not later.is_right(turn)
+        del survivor.graph, later.graph
+        return wrong
+
+    assert on_ranks(body) == [0] * WORLD
+
+
+def test_all_ranks_raise_and_a_second_profile_works():  # R-C1 # C18
+    def fail():
+        raise RuntimeError("first error")
+
+    def body(here):
+        stream, before = torch.cuda.Stream(), here.ledger.inventory()
+        with pytest.raises(RuntimeError, match="first error"):
+            profile(here, stream, fail)
+        assert here.ledger.inventory() == before
+        profile(here, stream)
+        return here.ledger.inventory() == before
+
+    assert on_ranks(body) == [True] * WORLD
+
+
+def test_a_rank_whose_peer_spins_in_a_kernel_ends_in_time():
+    # R-C1 # R-D2 # C18 # C49
+    def rank_body(rank, device):
+        with b12x_ranks.tensor_parallel(WORLD, device) as here:
+            _foresee(Owner.TARGET, Owner.DRAFT)
+            stream = torch.cuda.Stream()
+
+            def fault():
+                if rank == 1:
+                    raise RuntimeError("first error")
+                here.group.all_reduce(torch.ones(SIZE, SIZE, device=device))
+                torch.cuda.synchronize(device)  # for ever
+
+            began = time.monotonic()
+            try:
+                profile(here, stream, fault)
+            except RuntimeError as error:
+                seconds = time.monotonic() - began
+                notes = " ".join(getattr(error, "__notes__", []))
+                in_time = seconds < 20 and "did not vote in time" in notes
+                if str(error) == "first error" and in_time:
+                    end_process_if_ranks_are_lost()
+            os._exit(7)
+
+    environment = b12x_ranks.SWITCHES | {"VLLM_GRAPH_CHANNELS_DEADLINE": "10"}
+    spinning, failed = gpus.run(WORLD, rank_body, 120, **environment)
+    assert failed.status == 1 and not failed.late
+    assert spinning.late  # SIGKILL ended it, and nothing else would have
+
+
+# Whole engines -----------------------------------------------------------------
+
+TINY = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=128,
+    intermediate_size=256,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=2,
+    vocab_size=512,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    torch_dtype="bfloat16",
+    hidden_act="silu",
+    bos_token_id=1,
+    eos_token_id=2,
+    tie_word_embeddings=False,
+)
+
+
+def engines(folder, backend, *, v2, draft):
+    """What an engine of two ranks, without an executor, reports on each of them."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+
+    def body(rank, store):
+        os.environ.update(
+            b12x_ranks.SWITCHES,
+            VLLM_PCIE_ALLREDUCE_BACKEND=backend,
+            VLLM_USE_V2_MODEL_RUNNER=str(int(v2)),
+            VLLM_USE_BREAKABLE_CUDAGRAPH="1",
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank % gpus.GPUS),
+            WORLD_SIZE=str(WORLD),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        if gpus.GPUS < WORLD:
+            os.environ.update(
+                NCCL_HOSTID=f"rank-{rank}",
+                NCCL_SOCKET_IFNAME="lo",
+                GLOO_SOCKET_IFNAME="lo",
+                NCCL_IB_DISABLE="1",
+            )
+        return _engine(str(folder), draft)
+
+    return ranks.values(WORLD, body, 600)
+
+
+def _engine(model, draft):
+    from vllm import LLM, SamplingParams
+
+    report = _watch()
+    speculative = dict(
+        method="draft_model",
+        model=model,
+        num_speculative_tokens=2,
+        draft_tensor_parallel_size=WORLD,
+    )
+    llm = LLM(
+        model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        seed=0,
+        max_model_len=256,
+        max_num_seqs=4,
+        tensor_parallel_size=WORLD,
+        distributed_executor_backend="external_launcher",
+        gpu_memory_utilization=0.1,
+        attention_backend="TRITON_ATTN",
+        speculative_config=speculative if draft else None,
+        compilation_config=dict(
+            mode=0,
+            cudagraph_mode="FULL_AND_PIECEWISE",
+            custom_ops=["none"],
+            cudagraph_capture_sizes=[1, 2, 4, 8, 12],
+        ),
+    )
+    prompts = [{"prompt_token_ids": [1, 5, 9, 11]}, {"prompt_token_ids": [7, 8]}]
+    sampling = SamplingParams(
+        max_tokens=12, temperature=0, detokenize=False, ignore_eos=True
+    )
+    answers = llm.generate(prompts, sampling)
+    report["tokens"] = [answer.outputs[0].token_ids for answer in answers]
+    ledger = parallel_state.get_graph_channels()
+    report["channels"] = [*{n for names in ledger.inventory().values() for n in names}]
+    return report
+
+
+def _watch():
+    """Make the V1 runner profile many times, and note memory, names and sizes."""
+    import logging
+
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    report = {"lines": [], "free": [], "names": []}
+    profile_once = GPUModelRunner.profile_cudagraph_memory
+
+    def profile_often(runner):
+        for _ in range(ROUNDS):
+            before = parallel_state.get_graph_channels().inventory()
+            estimate = profile_once(runner)
+            after = parallel_state.get_graph_channels().inventory()
+            report["names"].append(before == after)
+            report["free"].append(free_memory(runner.device))
+        return estimate
+
+    GPUModelRunner.profile_cudagraph_memory = profile_often
+    measure = Worker.determine_available_memory.__wrapped__
+    outer = graph_channels.reserves_graph_channels
+
+    def noted(function, key):
+        def determine(worker):
+            report[key] = function(worker)
+            return report[key]
+
+        return determine
+
+    reserved = noted(outer(noted(measure, "measured")), "returned")
+    Worker.determine_available_memory = reserved
+    handler = logging.Handler()
+    handler.emit = lambda record: report["lines"].append(record.getMessage())
+    logging.getLogger("vllm.v1.worker.graph_channels").addHandler(handler)
+    return report
+
+
+@pytest.mark.parametrize("v2, draft", [(False, True), (False, False), (True, False)])
+def test_an_engine_profiles_and_serves(tmp_path, v2, draft):
+    # R-C2 # R-C5 # R-C6 # C13 # C46
+    plain = engines(tmp_path, "cpp", v2=v2, draft=draft)
+    named = engines(tmp_path, "b12x", v2=v2, draft=draft)
+    channels = ["target:production"] + ["draft:production"] * draft
+    channels = {f"vllm:{name}" for name in ["eager:allreduce", *channels]}
+    for report, other in zip(named, plain):
+        assert set(report["channels"]) == channels
+        assert report["tokens"] == other["tokens"]
+        assert all(report["names"])
+        if not v2:
+            assert len(report["free"]) == ROUNDS
+            lost = max(report["free"][1:]) - min(report["free"][1:])
+            assert lost <= TOLERATED, f"{lost / MIB:.1f} MiB"
+        taken = report["measured"] - report["returned"]
+        assert taken > 0
+        (line,) = report["lines"]
+        assert f"take {taken / MIB:.2f} MiB" in line
+        assert f"leaves {report['returned'] / MIB:.2f} MiB" in line
+        assert other["measured"] == other["returned"] and other["lines"] == []
+
+
+# An executor, whose limits count ------------------------------------------------
+
+CHANNEL_DEADLINE = 10
+# Start-up of an engine of two ranks on one GPU, which took up to 70 s when seen.
+START_UP = 240
+# What the executor grants its workers before it kills them, and some room.
+EXECUTOR_LIMIT = 30
+
+
+def _start_faulty(folder, fault):
+    """Start an engine with a fault: its output, and the seconds from fault to end."""
+    (folder / "config.json").write_text(json.dumps(TINY))
+    environment = os.environ | b12x_ranks.SWITCHES
+    environment |= {
+        "VLLM_GRAPH_CHANNELS_DEADLINE": str(CHANNEL_DEADLINE),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "tests.v1.worker.faulty_worker", folder, fault]
+    engine = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    alarm = threading.Timer(START_UP, os.killpg, (engine.pid, signal.SIGKILL))
+    alarm.start()
+    lines, profiling = [], None
+    try:
+        for line in engine.stdout:  # ends when the last process of it has
+            lines.append(line)
+            if profiling is None and "Profiling CUDA graph memory" in line:
+                profiling = time.monotonic()
+        engine.wait()
+    finally:
+        alarm.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(engine.pid, signal.SIGKILL)
+    assert profiling is not None, "".join(lines)
+    return engine, lines, time.monotonic() - profiling
+
+
+@pytest.mark.parametrize(
+    "fault, lost",
+    [
+        ("all raise", None),
+        ("one raises", None),
+        ("one raises and its peer spins", "rank 0"),
+        ("one never comes", "rank 1"),
+    ],
+)
+def test_an_engine_with_a_fault_ends_within_its_limits(tmp_path, fault, lost):
+    # R-C1 # R-C3 # R-D2 # C18 # C49
+    engine, lines, seconds = _start_faulty(tmp_path, fault)
+    output = "".join(lines)
+    assert engine.returncode > 0, output  # by itself, and not by the alarm
+    assert seconds < CHANNEL_DEADLINE + EXECUTOR_LIMIT, output
+    kept = [n for n, line in enumerate(lines) if "left to the end of" in line]
+    if lost is None:
+        assert not kept, output
+    else:
+        assert f"{lost} did not vote in time" in lines[kept[0]], output
+    first = "first error" if fault != "one never comes" else "did not vote in time"
+    told = [n for n, line in enumerate(lines) if first in line]
+    assert told and (not kept or told[-1] > kept[-1]), output
