@@ -126,7 +126,7 @@ class B12xDcp(B12xChannels):
         found = runtime.all_gather_heads(query)  # type: ignore[attr-defined]
         ranks = torch.arange(self._world, device=self._device).repeat_interleave(own)
         wanted = ranks[None, :, None].expand_as(found).to(made.dtype)
-        return torch.equal(found, wanted)
+        return bool(torch.equal(found, wanted))
 
     def _reduces(self, runtime: object) -> bool:
         made = self._geometry
@@ -137,7 +137,7 @@ class B12xDcp(B12xChannels):
         found = runtime.lse_reduce_scatter(partial, even)  # type: ignore[attr-defined]
         # Equal weights, of a power of two: exact in 16 bits.
         wanted = (numbers + (self._world - 1) / 2).expand_as(found).to(made.dtype)
-        return torch.equal(found, wanted)
+        return bool(torch.equal(found, wanted))
 
 
 def needs(allow_unvalidated: bool) -> Needs:

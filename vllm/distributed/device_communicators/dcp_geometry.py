@@ -54,7 +54,7 @@ class DcpGeometry:
 
     def takes_partial(self, partial: torch.Tensor, lse: torch.Tensor) -> bool:
         """Whether parts of attention, ``[batch, heads, head_size]``, are combined."""
-        return (
+        return bool(
             partial.dtype == self.dtype
             and partial.dim() == 3
             and partial.shape[1:] == (self.heads, self.head_size)
@@ -66,7 +66,7 @@ class DcpGeometry:
 
     def takes_query(self, query: torch.Tensor, world: int) -> bool:
         """Whether a rank's query, ``[batch, its heads, query_head_size]``, is sent."""
-        return (
+        return bool(
             query.dim() == 3
             and query.shape[1:] == (self.heads // world, self.query_head_size)
             and self._takes_batch(query)
@@ -74,7 +74,7 @@ class DcpGeometry:
         )
 
     def _takes_batch(self, tensor: torch.Tensor) -> bool:
-        return 0 < tensor.shape[0] <= self.max_tokens
+        return bool(0 < tensor.shape[0] <= self.max_tokens)
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
@@ -85,7 +85,7 @@ def _is_packed(tensor: torch.Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     of_token, of_head, of_element = tensor.stride()
-    return (
+    return bool(
         of_element == 1
         and of_token == size
         and of_head >= batch * size

@@ -54,5 +54,5 @@ def slot_bytes(geometry: DcpGeometry, world: int) -> int:
     """The largest message that a rank of a geometry sends."""
     tokens, heads, dtype = geometry.max_tokens, geometry.heads, geometry.dtype
     partial = (tokens, heads, geometry.head_size)
-    query = tokens * (heads // world) * geometry.query_head_size * dtype.itemsize
+    query: int = tokens * (heads // world) * geometry.query_head_size * dtype.itemsize
     return max(host_operations.lse_reduce_bytes(partial, dtype), query)
