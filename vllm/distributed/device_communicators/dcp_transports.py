@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import b12x_gate, b12x_pcie_dcp
+from vllm.distributed.device_communicators.b12x_pcie_dcp import B12xDcp
 from vllm.distributed.device_communicators.channel_transports import (
     asked_for,
     go_without,
@@ -111,14 +112,28 @@ def _opened(
     coordinator: Coordinator, channels: DcpChannels, geometry: DcpGeometry
 ) -> DcpTransport | None:
     ledger, switches, group, _ = channels.place
-    open_one = _open_b12x if switches.backend is Backend.B12X else _open_host
+    transport: B12xDcp | HostDcp
     try:
         _demand_all(channels, geometry)
-        return open_one(coordinator, channels, geometry)
+        if switches.backend is Backend.B12X:
+            transport = _open_b12x(coordinator, channels, geometry)
+        else:
+            transport = _open_host(channels, geometry)
     except (Refused, b12x_gate.Unavailable) as refused:
         channels.refused = switches.backend is Backend.B12X and not channels.admitted
         go_without(ledger, group, refused)
         return None
+    if isinstance(transport, B12xDcp):
+        # Before it is registered and joins the open scopes.
+        seat = _seat(coordinator, channels)
+        test = transport.self_test
+        b12x_gate.demand(seat, "b12x's DCP self-test", test, switches.startup_seconds)
+    ledger.register(transport, group, lanes=(EagerLane.DCP,))
+    if isinstance(transport, HostDcp):
+        # A peer may be compiling: as long as vLLM waits for a step.
+        transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+    say_in_use(group, transport)
+    return transport
 
 
 def _demand_all(channels: DcpChannels, geometry: DcpGeometry) -> None:
@@ -134,28 +149,27 @@ def _demand_all(channels: DcpChannels, geometry: DcpGeometry) -> None:
 
 def _open_b12x(
     coordinator: Coordinator, channels: DcpChannels, geometry: DcpGeometry
-) -> DcpTransport:
-    ledger, switches, group, store = channels.place
+) -> B12xDcp:
+    switches, seat = channels.place.switches, _seat(coordinator, channels)
     seconds = switches.startup_seconds
-    seat = b12x_gate.Seat(
-        group, coordinator.device, coordinator.device_group, PrefixStore("gate", store)
-    )
     if not channels.admitted:
         needs = b12x_pcie_dcp.needs(switches.allow_unvalidated)
         b12x_gate.admit(seat, needs, "use b12x's DCP all-to-all", seconds)
         channels.admitted = True
-    transport = b12x_pcie_dcp.open_dcp(seat, geometry, seconds)
-    # First, since what is registered joins the open scopes.
-    b12x_gate.demand(seat, "b12x's DCP self-test", transport.self_test, seconds)
-    ledger.register(transport, group, lanes=(EagerLane.DCP,))
-    say_in_use(group, transport)
-    return transport
+    return b12x_pcie_dcp.open_dcp(seat, geometry, seconds)
 
 
-def _open_host(
-    coordinator: Coordinator, channels: DcpChannels, geometry: DcpGeometry
-) -> DcpTransport:
-    ledger, switches, group, store = channels.place
+def _seat(coordinator: Coordinator, channels: DcpChannels) -> b12x_gate.Seat:
+    return b12x_gate.Seat(
+        channels.place.group,
+        coordinator.device,
+        coordinator.device_group,
+        channels.place.store,
+    )
+
+
+def _open_host(channels: DcpChannels, geometry: DcpGeometry) -> HostDcp:
+    _, switches, group, store = channels.place
     transport, error = None, None
     try:
         transport = HostDcp(
@@ -171,10 +185,6 @@ def _open_host(
     until = monotonic() + switches.startup_seconds
     group.agree("exchange in the memory of the host", until, error=error)
     assert transport is not None  # else this rank's error had been a no
-    ledger.register(transport, group, lanes=(EagerLane.DCP,))
-    # From here on a peer may be compiling: as long as vLLM waits for a step.
-    transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-    say_in_use(group, transport)
     return transport
 
 
