@@ -5,5 +5,6 @@ ORDER = (
     "name_graph_owners",
     "channel_scopes",
     "b12x_all_reduce",
+    "b12x_dcp",
     "disposable_profiling",
 )

@@ -15,7 +15,11 @@ import torch
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
 from vllm.distributed.graph_channels.scope import NoScopeError
+from vllm.distributed.graph_channels.stream_roles import stream_role
 from vllm.distributed.graph_channels.transport import Checkpoint, Checkpoints
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 Name = ChannelId | EagerLane
 
@@ -215,6 +219,17 @@ class B12xChannels:
         else:
             self._demand_stream(channel, what)
         return channel
+
+    def on_main_stream(self) -> bool:
+        """Whether what is launched here may use a channel; alike on all ranks.
+
+        Outside of physical captures a stream beside the main one may not.
+        """
+        role = stream_role()
+        if role is None or is_capturing(self._device):
+            return True
+        logger.info_once("%s: %s takes NCCL outside of graphs", self.label, role)
+        return False
 
     @contextmanager
     def _scope(self, channel_id: ChannelId, stream: Any) -> Iterator[None]:

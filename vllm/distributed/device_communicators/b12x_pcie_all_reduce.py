@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm.distributed.device_communicators.b12x_channels import (
-    B12xChannels,
-    Pool,
-    is_capturing,
-)
+from vllm.distributed.device_communicators.b12x_channels import B12xChannels, Pool
 from vllm.distributed.device_communicators.b12x_gate import Needs, Seat, make_pool
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
@@ -22,10 +18,6 @@ from vllm.distributed.graph_channels.identity import (
     Owner,
     Phase,
 )
-from vllm.distributed.graph_channels.stream_roles import stream_role
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
 
 WORLD_SIZES = (2, 4, 6, 8)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -77,7 +69,7 @@ class B12xAllReduce(B12xChannels):
 
     def should_all_reduce(self, tensor: torch.Tensor) -> bool:
         """Whether ``all_reduce`` takes a tensor; alike on all ranks."""
-        return _fits(tensor, self._all_reduce_bytes) and self._on_main_stream()
+        return _fits(tensor, self._all_reduce_bytes) and self.on_main_stream()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all ranks, each of which calls this.
@@ -107,7 +99,7 @@ class B12xAllReduce(B12xChannels):
             and _has_rows(tensor)
             and _alike(residual, tensor.shape, tensor.dtype)
             and _alike(weight, tensor.shape[-1:], tensor.dtype)
-            and self._on_main_stream()
+            and self.on_main_stream()
         )
 
     def all_reduce_add_rms_norm(
@@ -161,13 +153,6 @@ class B12xAllReduce(B12xChannels):
         ranks = self._world * (self._world - 1) // 2
         if not torch.equal(summed, (numbers * self._world + ranks).bfloat16()):
             raise RuntimeError(f"{self.label}: wrong sums")
-
-    def _on_main_stream(self) -> bool:
-        role = stream_role()
-        if role is None or is_capturing(self._device):
-            return True
-        logger.info_once("%s: %s takes NCCL outside of graphs", self.label, role)
-        return False
 
 
 def needs(allow_unvalidated: bool) -> Needs:

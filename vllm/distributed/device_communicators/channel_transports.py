@@ -114,12 +114,22 @@ def host_all_reduce(communicator: Communicator) -> HostChannels | None:
     return transport
 
 
-def asked_for(communicator: Communicator, backend: Backend) -> Place | None:
-    """Where to make a group's transport, if it is to have one of that kind. Local."""
+def asked_for(
+    communicator: Communicator, backend: Backend, *, kind: str = "tp"
+) -> Place | None:
+    """Where to make a group's transports, if it is to have some. Local.
+
+    To be asked once a group: its ranks count their votes in what is returned.
+
+    Args:
+        communicator: The group.
+        backend: What the transports would be.
+        kind: The groups that they are for, as vLLM calls them.
+    """
     from vllm.distributed import parallel_state  # imports this module
 
     ledger, name = parallel_state._LEDGER, communicator.unique_name
-    if ledger is None or not name.startswith("tp:"):
+    if ledger is None or name.partition(":")[0] != kind:
         return None
     switches = read_switches()
     if switches.backend is not backend:

@@ -100,7 +100,7 @@ class Ledger:
         closing_deadline: float,
         names_demanded_by: str | None = None,
     ) -> None:
-        self.names_demanded_by = names_demanded_by
+        self.names_demanded_by = self._chosen_by = names_demanded_by
         self._deadline = deadline
         self._closing_deadline = closing_deadline
         self._groups: list[Group] = []
@@ -133,6 +133,7 @@ class Ledger:
         if any(member.transport is transport for member in self._members):
             return
         self.add_group(group)
+        self.names_demanded_by = self._chosen_by
         member = _Member(transport, group)
         self._members.append(member)  # now, to be closed even if the next step fails
         if lanes:
@@ -306,8 +307,12 @@ class Ledger:
         ]
 
     def go_without(self) -> None:
-        """No transport is on after all: captures without a name are taken again."""
-        self.names_demanded_by = None
+        """A group gets no transport after all.
+
+        Where no other has one, captures without a name are taken again.
+        """
+        if not self._members:
+            self.names_demanded_by = None
 
     def admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
         """Let every transport take part in a scope: see ``scope.Admission``."""

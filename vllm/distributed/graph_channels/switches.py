@@ -15,6 +15,8 @@ import vllm.envs as envs
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _BYTES = re.compile(r"(\d{1,12}) ?([KMG]?B)?", re.IGNORECASE)
 _MOST_BYTES = 1 << 30
+_TOKENS = re.compile(r"[0-9]{1,7}")
+_MOST_TOKENS = 1 << 20
 
 # Of community builds of vLLM with b12x in them.
 _NOT_HERE = {
@@ -54,6 +56,8 @@ class Switches:
         backend: What reduces.
         all_reduce_bytes: Largest tensor that is reduced over a channel; 0 for none.
         fused_bytes: The same, where add and RMSNorm follow in one kernel.
+        dcp_tokens: Largest batch that DCP exchanges over a channel; None for that
+            of the largest graph.
         allow_unvalidated: Whether b12x may run on GPUs it was not validated on.
         startup_seconds: How long a collective may take at start-up.
         shutdown_seconds: How long all of them together may take at shutdown.
@@ -62,6 +66,7 @@ class Switches:
     backend: Backend
     all_reduce_bytes: int
     fused_bytes: int
+    dcp_tokens: int | None
     allow_unvalidated: bool
     startup_seconds: float
     shutdown_seconds: float
@@ -83,6 +88,7 @@ def read_switches() -> Switches:
         backend=_backend("VLLM_PCIE_ALLREDUCE_BACKEND"),
         all_reduce_bytes=_bytes("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"),
         fused_bytes=_bytes("VLLM_PCIE_ONESHOT_FUSED_ADD_RMS_NORM_MAX_SIZE"),
+        dcp_tokens=_tokens("VLLM_DCP_A2A_MAX_TOKENS"),
         allow_unvalidated=_flag("VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"),
         startup_seconds=startup,
         shutdown_seconds=min(startup, _SHUTDOWN_SECONDS),
@@ -124,6 +130,19 @@ def _bytes(name: str) -> int:
             "at most 1GB, or 0 for off"
         )
     return size
+
+
+def _tokens(name: str) -> int | None:
+    text = getattr(envs, name)
+    if text is None:
+        return None
+    tokens = int(text) if _TOKENS.fullmatch(text) else 0
+    if not 0 < tokens <= _MOST_TOKENS:
+        raise ValueError(
+            f"{name}={text!r}: expected a number of tokens from 1 to {_MOST_TOKENS}, "
+            "or none at all for the largest captured batch"
+        )
+    return tokens
 
 
 def _seconds(name: str, default: float) -> float:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole engine with DCP 2 on GPUs: the same tokens over b12x as over NCCL."""
+
+import json
+import os
+
+from tests import gpus
+from tests.distributed.b12x_ranks import SWITCHES, TARGET
+
+pytestmark = gpus.needs_gpu
+
+DEADLINE = 280
+# DeepSeek-V2 in miniature, without experts: MLA, which TRITON_MLA serves anywhere.
+MODEL = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 2,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 128,
+    "first_k_dense_replace": 2,
+    "moe_layer_freq": 1,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+PROMPTS = [[1, 5, 9, 11], [7, 8], [3] * 20]
+GRAPHS = [1, 2, 4]
+# Direct workspaces want one GPU a rank, and would be the other engine's way.
+PLAIN = {"VLLM_USE_DIRECT_DCP_A2A": "0", "VLLM_USE_DIRECT_DCP_Q_GATHER": "0"}
+
+
+def generate(folder, rank, device):
+    """What an engine answers, and what its decode graphs recorded."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(device.index),
+        WORLD_SIZE="2",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import parallel_state
+
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        seed=0,
+        max_model_len=256,
+        max_num_seqs=4,
+        tensor_parallel_size=2,
+        decode_context_parallel_size=2,
+        dcp_comm_backend="a2a",
+        distributed_executor_backend="external_launcher",
+        gpu_memory_utilization=0.1,
+        attention_backend="TRITON_MLA",
+        compilation_config={
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "custom_ops": ["none"],
+            "cudagraph_capture_sizes": GRAPHS,
+        },
+    )
+    answers = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in PROMPTS],
+        SamplingParams(max_tokens=16, temperature=0, detokenize=False),
+    )
+    usages = parallel_state._LEDGER.usage()
+    recorded = [
+        usage.recorded.get(TARGET, 0) for usage in usages if "DCP" in usage.label
+    ]
+    return [list(answer.outputs[0].token_ids) for answer in answers], recorded
+
+
+def test_decode_graphs_over_b12x_give_nccls_tokens(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def body(rank, device):
+        return generate(tmp_path, rank, device)
+
+    plain = gpus.values(2, body, DEADLINE, **PLAIN)
+    over_b12x = gpus.values(2, body, DEADLINE, **SWITCHES)
+    # a query and a combine for each layer of each graph
+    counted = [2 * MODEL["num_hidden_layers"] * len(GRAPHS)]
+    for (tokens, nothing), (same, recorded) in zip(plain, over_b12x, strict=True):
+        assert nothing == []
+        assert recorded == counted
+        assert same == tokens and len(set(tokens[0])) > 1
