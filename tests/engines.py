@@ -32,8 +32,8 @@ LLAMA = _DENSE | {
     "model_type": "llama",
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 DEEPSEEK = _DENSE | {
     "architectures": ["DeepseekV2ForCausalLM"],

@@ -27,7 +27,7 @@ from tests.distributed.test_b12x_pools import (
     on_two_ranks,
     oneshot,
 )
-from vllm.distributed.device_communicators import b12x_channels, b12x_pcie_all_reduce
+from vllm.distributed.device_communicators import b12x_channels
 from vllm.distributed.device_communicators.b12x_channels import B12xChannels
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
 from vllm.distributed.graph_channels.identity import (
@@ -98,7 +98,6 @@ def now(monkeypatch):
         return moment.capturing
 
     monkeypatch.setattr(b12x_channels, "is_capturing", capturing)
-    monkeypatch.setattr(b12x_pcie_all_reduce, "is_capturing", capturing)
     monkeypatch.setattr(
         b12x_channels,
         "_current_stream",

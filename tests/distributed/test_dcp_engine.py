@@ -46,7 +46,7 @@ GRAPHS = [1, 2, 4]
 PLAIN = {"VLLM_USE_DIRECT_DCP_A2A": "0", "VLLM_USE_DIRECT_DCP_Q_GATHER": "0"}
 
 
-def generate(folder, rank, device):
+def generate(folder, rank, device, **options):
     """What an engine answers, and what its decode graphs recorded."""
     os.environ.update(
         RANK=str(rank),
@@ -76,6 +76,7 @@ def generate(folder, rank, device):
             "custom_ops": ["none"],
             "cudagraph_capture_sizes": GRAPHS,
         },
+        **options,
     )
     answers = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in PROMPTS],
@@ -94,7 +95,10 @@ def test_decode_graphs_over_b12x_give_nccls_tokens(tmp_path):
     def body(rank, device):
         return generate(tmp_path, rank, device)
 
-    plain = gpus.values(2, body, DEADLINE, **PLAIN)
+    def without(rank, device):
+        return generate(tmp_path, rank, device, disable_custom_all_reduce=True)
+
+    plain = gpus.values(2, without, DEADLINE, **PLAIN)
     over_b12x = gpus.values(2, body, DEADLINE, **SWITCHES)
     # a query and a combine for each layer of each graph
     counted = [2 * MODEL["num_hidden_layers"] * len(GRAPHS)]

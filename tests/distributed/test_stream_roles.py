@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.distributed.device_communicators import b12x_pcie_all_reduce
+from vllm.distributed.device_communicators import b12x_channels
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream, stream_role
 from vllm.model_executor.layers.fused_moe.runner import shared_experts
@@ -89,7 +89,7 @@ def test_threads_have_marks_of_their_own():  # R-B8 # C12
 def test_one_line_a_role_says_that_nccl_takes_over(monkeypatch):  # R-B8 # R-F1
     lines = []
     monkeypatch.setattr(
-        b12x_pcie_all_reduce,
+        b12x_channels,
         "logger",
         SimpleNamespace(info_once=lambda text, *given: lines.append(text % given)),
     )

@@ -19,24 +19,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
-
-# They come with the b12x transport.
-gpus = pytest.importorskip("tests.gpus")
-b12x_ranks = pytest.importorskip("tests.distributed.b12x_ranks")
-pytest.importorskip("b12x")
-
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.distributed.graph_channels.identity import (  # noqa: E402
+from tests import gpus, ranks
+from tests.distributed import b12x_ranks
+from vllm.distributed import parallel_state
+from vllm.distributed.graph_channels.identity import (
     ChannelId,
     Owner,
     Phase,
 )
-from vllm.distributed.graph_channels.scope import owner_scope  # noqa: E402
-from vllm.v1.executor.lost_ranks import end_process_if_ranks_are_lost  # noqa: E402
-from vllm.v1.worker import graph_channels  # noqa: E402
-from vllm.v1.worker.graph_channels import DisposableCapture  # noqa: E402
-from vllm.v1.worker.graph_owners import GraphOwners  # noqa: E402
+from vllm.distributed.graph_channels.scope import owner_scope
+from vllm.v1.executor.lost_ranks import end_process_if_ranks_are_lost
+from vllm.v1.worker import graph_channels
+from vllm.v1.worker.graph_channels import DisposableCapture
+from vllm.v1.worker.graph_owners import GraphOwners
 
 pytestmark = gpus.needs_gpu
 
@@ -283,6 +278,7 @@ def _engine(model, draft):
         tensor_parallel_size=WORLD,
         distributed_executor_backend="external_launcher",
         gpu_memory_utilization=0.1,
+        disable_custom_all_reduce=os.environ["VLLM_PCIE_ALLREDUCE_BACKEND"] == "cpp",
         attention_backend="TRITON_ATTN",
         speculative_config=speculative if draft else None,
         compilation_config=dict(

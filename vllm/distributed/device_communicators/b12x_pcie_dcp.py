@@ -144,6 +144,7 @@ def needs(allow_unvalidated: bool) -> Needs:
     """What b12x's all-to-all pool asks of every rank."""
     return Needs(
         pool="DcpAllToAllPool",
+        sizes=("max_batch_size", "total_heads", "head_dim", "query_head_dim"),
         channel="DcpAllToAll",
         operations=(
             "all_gather_heads",
