@@ -109,6 +109,7 @@ def _land(options: argparse.Namespace) -> int:
     tree: Path = options.tree
     recover(tree)
     before = Before(tree, options.backup)
+    installed = before.distribution
     modified = options.modified or before.modified
     landing = _landing_on(before, modified)
     found = survey(tree, landing, options.backup)
@@ -127,8 +128,8 @@ def _land(options: argparse.Namespace) -> int:
         print(f"taken off first: {found.series}, which had landed there")
     edited, added = len(landing.changed), len(landing.added)
     print(f"landed on {tree}: {edited} files edited, {added} added")
-    if before.distribution is not None:
-        print(f"vllm {before.distribution.version} is now {version_of(tree)}")
+    if installed is not None:
+        print(f"{installed.name} {installed.version} is vllm {version_of(tree)} now")
     for path in not_the_releases(landing):
         rough = "; our lines in it are not laid out" if path in landing.rough else ""
         print(f"  not the release's: {path}{rough}")

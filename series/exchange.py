@@ -45,6 +45,8 @@ def exchange(tree: Path, change: Change, modes: Mapping[str, int]) -> None:
     put = {p: new for p, new in change.items() if new is not None}
     replaced = [p for p in put if _there(tree / p)]
     added = [p for p in put if p not in set(replaced)]
+    if not put and not gone:
+        return
     _demand_writable(tree, [*replaced, *gone], added)
     folders = _missing_folders(tree, added)
     stage = tree / STAGE
@@ -96,7 +98,7 @@ def put_back(tree: Path) -> None:
 
 def _begin(stage: Path, said: Mapping[str, list[str]]) -> None:
     """From here on, an end before the journal is gone means: put back."""
-    _write(stage / "journal", json.dumps(said).encode())
+    write(stage / "journal", json.dumps(said).encode())
     os.replace(stage / "journal", stage / JOURNAL)
 
 
@@ -105,7 +107,7 @@ def _prepare(current: Path, staged: Path, new: bytes | Path, mode: int | None) -
     if isinstance(new, Path):
         staged.symlink_to(new)
         return
-    _write(staged, new)
+    write(staged, new)
     if current.exists():
         # Of what it links to: a link into some installer's cache becomes a file.
         shutil.copymode(current, staged)
@@ -118,7 +120,8 @@ def _copy(source: Path, target: Path) -> None:
     shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes) -> None:
+    """Write a file that outlasts a crash of the machine."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

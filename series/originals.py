@@ -12,6 +12,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,9 +129,12 @@ def find(tree: Path, backup: Path | None = None) -> Originals | None:
         SeriesError: There is an archive and it is damaged.
     """
     places = sorted(tree.glob(f"vllm-*.dist-info/{ARCHIVE}"))
-    for path in _outside(tree, backup):
-        places += [path, next_to(path)]
+    places += _outside(tree, backup)
     found = [_read(path) for path in places if path.exists()]
+    for path in map(next_to, places):
+        # Whole, and never put into place; half, if its writing was cut off.
+        with suppress(SeriesError):
+            found += [_read(path)] if path.exists() else []
     fitting = [each for each in found if not each.unlike(tree)]
     return next(iter(fitting or found), None)
 

@@ -7,13 +7,13 @@ Either happens whole or not at all (``exchange``).
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from series import distribution, originals
 from series.distribution import Distribution
 from series.errors import SeriesError
-from series.exchange import exchange, put_back
+from series.exchange import exchange, put_back, write
 from series.landing import RECEIPT, Landing
 from series.native import LIBRARY
 from series.originals import content_of
@@ -119,15 +119,13 @@ def _land_bare(
     place = originals.place(before.tree, backup)
     if backup is not None and before.kept is None and place.exists():
         raise _backup_in_use(place)
+    packed = originals.pack(before.read, before.mode, files, [], modified)
     waiting = originals.next_to(place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        packed = originals.pack(before.read, before.mode, files, [], modified)
-        waiting.write_bytes(packed)
+    with _kept_if_done(waiting, packed):
         _exchange(before, files)
+    # If this fails the archive is found where it is.
+    with suppress(OSError):
         os.replace(waiting, place)
-    finally:
-        waiting.unlink(missing_ok=True)
 
 
 def _land_installed(
@@ -148,13 +146,26 @@ def _land_installed(
     listed = distribution.new_record(installed, files)
     if listed is not None:
         files[record] = listed
-    if backup is not None:
-        second = backup / originals.ARCHIVE
-        if second.exists():
-            raise _backup_in_use(second)
-        backup.mkdir(parents=True, exist_ok=True)
-        second.write_bytes(packed)
-    _exchange(before, files)
+    if backup is None:
+        _exchange(before, files)
+        return
+    second = backup / originals.ARCHIVE
+    if second.exists():
+        raise _backup_in_use(second)
+    with _kept_if_done(second, packed):
+        _exchange(before, files)
+
+
+@contextmanager
+def _kept_if_done(path: Path, content: bytes) -> Iterator[None]:
+    """Write a file that is to stay only if the body succeeds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write(path, content)
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _exchange(before: Before, files: Mapping[str, bytes | None]) -> None:

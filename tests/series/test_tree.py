@@ -12,7 +12,8 @@ import pytest
 from series import tree as tree_module
 from series.errors import SeriesError
 from series.landing import RECEIPT
-from series.tree import State, land, survey
+from series.survey import State, survey
+from series.tree import land
 from tests.series import toys
 
 LANDING = toys.landing(toys.FIRST, toys.SECOND)
