@@ -139,6 +139,14 @@ def find(tree: Path, backup: Path | None = None) -> Originals | None:
     return next(iter(fitting or found), None)
 
 
+def forget(tree: Path, backup: Path | None) -> None:
+    """Remove the archives outside a metadata folder, as far as possible."""
+    for path in _outside(tree, backup):
+        for archive in (path, next_to(path)):
+            with suppress(OSError):
+                archive.unlink(missing_ok=True)
+
+
 def next_to(path: Path) -> Path:
     """Where an archive waits until the landing that it is for is done."""
     return path.with_name(f"{path.name}.next")

@@ -108,7 +108,7 @@ def revert(tree: Path, backup: Path | None = None) -> bool:
                 f"{kept.path}; nothing was written",
             )
         exchange(tree, kept.undo, kept.modes)
-        kept.path.unlink(missing_ok=True)
+        originals.forget(tree, backup)
     return True
 
 
