@@ -2,7 +2,6 @@
 """The series as commits, and together with what a neighbour changed."""
 
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -231,10 +230,26 @@ def test_a_fork_needs_a_way_back(other, tmp_path, toy_series, capsys):
     assert toys.snapshot(other / "vllm") == before
 
 
+def test_a_newer_series_on_a_fork_takes_the_older_one_off(
+    other, toy_series, monkeypatch, capsys
+):
+    before = toys.snapshot(other)
+    command = [str(other), "--backup", str(other.parent / "backup")]
+    monkeypatch.setattr("series.__main__.load_series", lambda: (toys.SECOND,))
+    assert main(["land", "--modified", *command]) == 0
+    monkeypatch.setattr("series.__main__.load_series", lambda: (toys.FIRST,))
+    assert main(["land", *command]) == 0
+    told = capsys.readouterr().out
+    assert "taken off first" in told and "not the release's: vllm/one.py" in told
+    landed = (other / "vllm/one.py").read_text()
+    assert landed == "X = 1\n\n\ndef one(a, b=None):\n    return a\n"
+    assert main(["revert", *command]) == 0
+    assert toys.snapshot(other) == before
+
+
 def test_lines_that_ruff_would_change_are_left_and_told(other, toy_series, capsys):
     rough = "X  =  1\ndef one(a):\n    return a\n"
     (other / "vllm/one.py").write_text(rough)
-    shutil.rmtree(other / "backup", ignore_errors=True)
     backup = ["--backup", str(other.parent / "backup")]
     assert main(["land", "--modified", str(other), *backup]) == 0
     told = capsys.readouterr().out
