@@ -487,7 +487,8 @@ def test_every_cell_of_the_table_names_a_test_or_says_that_it_was_not_run():
         for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)
     }
     text = (ROOT / "docs/ways.md").read_text()
-    rows = [line for line in text.splitlines() if re.match(r"\| \*\*", line)]
+    tested = text.partition("## What was tested")[2]
+    rows = [line for line in tested.splitlines() if re.match(r"\| \*\*", line)]
     assert len(rows) == 6
     for row in rows:
         cells = [cell.strip() for cell in row.strip("|").split(" | ")]
