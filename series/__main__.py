@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m series``: check, land, show and export the patch series."""
+"""``python -m series``: check and show the patch series, land it and take it off."""
 
 import argparse
 import json
@@ -8,13 +8,27 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from series import upstream
+from series import editable, native, upstream
 from series.errors import SeriesError
 from series.export import diff, export
-from series.landing import RECEIPT, ROOT, Landing, attempt, compute
+from series.landing import (
+    RECEIPT,
+    ROOT,
+    Landing,
+    Reader,
+    attempt,
+    compute,
+    compute_modified,
+    not_the_releases,
+    pinned,
+)
 from series.patch import load_series
+from series.repository import branch, demand_way_back
+from series.survey import Before, State, survey, version_of
 from series.table import table
-from series.tree import State, land, survey
+from series.tree import land, recover, revert
+
+_TREE = "the folder that holds vllm/, such as site-packages"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,24 +92,82 @@ def _landing() -> Landing:
     return compute(upstream.reader(upstream.locate(base)), load_series())
 
 
+def _wheel() -> Reader:
+    """The reader of the wheel of the base that this machine uses."""
+    return upstream.reader(upstream.locate(upstream.choose()))
+
+
+def _landing_on(before: Before, modified: bool) -> Landing:
+    """The whole series on what a tree was before any landing."""
+    version_of(before.tree)
+    if modified:
+        return compute_modified(before.demand, load_series())
+    return compute(pinned([before.read], _wheel), load_series())
+
+
 def _land(options: argparse.Namespace) -> int:
-    landing = _landing()
-    if land(options.tree, landing):
-        edited, added = len(landing.changed), len(landing.added)
-        print(f"landed on {options.tree}: {edited} files edited, {added} added")
+    tree: Path = options.tree
+    recover(tree)
+    before = Before(tree, options.backup)
+    installed = before.distribution
+    modified = options.modified or before.modified
+    landing = _landing_on(before, modified)
+    found = survey(tree, landing, options.backup)
+    if modified and found.state is State.PRISTINE:
+        demand_way_back(tree, options.backup)
+    if not land(
+        tree,
+        landing,
+        modified=modified,
+        backup=options.backup,
+        library=native.build_if_possible,
+    ):
+        print(f"{tree} is landed already; nothing changed")
+        return 0
+    if found.state is State.OLDER:
+        print(f"taken off first: {found.series}, which had landed there")
+    edited, added = len(landing.changed), len(landing.added)
+    print(f"landed on {tree}: {edited} files edited, {added} added")
+    if installed is not None:
+        print(f"{installed.name} {installed.version} is vllm {version_of(tree)} now")
+    for path in not_the_releases(landing):
+        rough = "; our lines in it are not laid out" if path in landing.rough else ""
+        print(f"  not the release's: {path}{rough}")
+    return 0
+
+
+def _revert(options: argparse.Namespace) -> int:
+    if revert(options.tree, options.backup):
+        print(f"{options.tree} is what it was: vLLM {version_of(options.tree)}")
     else:
-        print(f"{options.tree} is landed already; nothing changed")
+        print(f"nothing has landed on {options.tree}; nothing changed")
     return 0
 
 
 def _status(options: argparse.Namespace) -> int:
-    found = survey(options.tree, _landing())
+    before = Before(options.tree)
+    found = survey(options.tree, _landing_on(before, before.modified))
     print(f"{options.tree}: vLLM {found.version}, {found.state.value}")
     if found.series is not None:
         print(f"  the series named by its receipt: {found.series}")
+    if before.modified:
+        print("  on files that were not the release's")
     if found.state is State.OTHER:
         for path, what in found.unlike.items():
             print(f"  {path}: {what}")
+    return 0
+
+
+def _branch(options: argparse.Namespace) -> int:
+    wheel = upstream.locate(upstream.choose())
+    for commit in branch(wheel, load_series(), options.folder):
+        print(f"{commit.tree} {commit.subject}")
+    return 0
+
+
+def _editable(options: argparse.Namespace) -> int:
+    for tree in editable.refresh():
+        print(f"up to date: {tree}")
     return 0
 
 
@@ -129,13 +201,37 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--base", type=Path, metavar="WHEEL", help="another release")
     which.add_argument("--update", action="store_true", help="write the receipt anew")
 
-    land_ = commands.add_parser("land", help="land on a pristine tree")
+    land_ = commands.add_parser(
+        "land", help="land on a pristine tree or an installed vLLM"
+    )
     land_.set_defaults(command=_land)
-    land_.add_argument("tree", type=Path, help="the folder that holds vllm/")
+    land_.add_argument("tree", type=Path, help=_TREE)
+    land_.add_argument(
+        "--modified", action="store_true", help="also on files that differ, as a fork's"
+    )
+    land_.add_argument(
+        "--backup", type=Path, metavar="DIR", help="where to keep the originals"
+    )
+
+    revert_ = commands.add_parser("revert", help="put back what was there before")
+    revert_.set_defaults(command=_revert)
+    revert_.add_argument("tree", type=Path, help=_TREE)
+    revert_.add_argument(
+        "--backup", type=Path, metavar="DIR", help="where the originals were kept"
+    )
 
     status = commands.add_parser("status", help="say what a tree is to the series")
     status.set_defaults(command=_status)
-    status.add_argument("tree", type=Path, help="the folder that holds vllm/")
+    status.add_argument("tree", type=Path, help=_TREE)
+
+    branch_ = commands.add_parser("branch", help="a git repository, a commit a patch")
+    branch_.set_defaults(command=_branch)
+    branch_.add_argument("folder", type=Path, help="a new or empty folder")
+
+    editable_ = commands.add_parser(
+        "editable", help="after a change of a patch: the tree of `pip install -e .`"
+    )
+    editable_.set_defaults(command=_editable)
 
     show = commands.add_parser("show", help="the diff of one file")
     show.set_defaults(command=_show)

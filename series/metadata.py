@@ -5,12 +5,15 @@ Every change names the requirement that it expects to find. A base whose list
 has moved is an error and not a wheel with quietly different requirements.
 """
 
+import json
 from collections.abc import Mapping
 
 from packaging.requirements import Requirement
 
 from series.errors import SeriesError
 from series.upstream import RELEASE, Base
+
+VERSION_MODULE = "vllm/_version.py"
 
 _REQUIRES = "Requires-Dist: "
 _SUMMARY = f"vLLM {RELEASE} with graph channels that know their owner"
@@ -43,25 +46,31 @@ here to this build's maintainers first. vLLM's own description follows.
 """
 
 
-def derive(base: Base, text: str) -> str:
-    """The METADATA of the built wheel.
+def derive(base: Base, text: str, version: str = RELEASE) -> str:
+    """The METADATA of the built wheel, or of an installed vLLM that was landed in.
 
     Args:
         base: The base it is built on.
         text: The base wheel's METADATA.
+        version: The version that it states. Another than the release's has
+            requirements of its own: those that ours would replace are, the others
+            stay.
 
     Raises:
         SeriesError: An expected line is missing, or there more than once.
     """
     head, _, description = text.partition("\n\n")
     lines = head.splitlines()
-    _replace(lines, base, f"Name: {base.distribution}", "Name: vllm")
-    _replace(lines, base, f"Version: {RELEASE}", f"Version: {base.label}")
+    exact = version == RELEASE and f"Name: {base.distribution}" in lines
+    name = [line for line in lines if line.startswith("Name: ")]
+    _replace(lines, base, "".join(name), "Name: vllm")
+    _replace(lines, base, f"Version: {version}", f"Version: {base.labelled(version)}")
     summary = [line for line in lines if line.startswith("Summary: ")]
     _replace(lines, base, "".join(summary), f"Summary: {_SUMMARY}")
     for old, new in _CHANGES[base.key].items():
-        line = _requirement(lines, base, old)
-        _replace(lines, base, line, new and _REQUIRES + new)
+        if exact or any(_bare(line) == old for line in lines):
+            line = _requirement(lines, base, old)
+            _replace(lines, base, line, new and _REQUIRES + new)
     return "\n".join(lines) + "\n\n" + _ABOUT + description
 
 
@@ -75,22 +84,22 @@ def wheel_file(tag: str) -> str:
     )
 
 
-def version_module(base: Base) -> str:
-    """The source of ``vllm/_version.py``, which must agree with the metadata."""
-    release = ", ".join(RELEASE.split("."))
-    local = base.label.partition("+")[2]
+def version_module(version: str) -> bytes:
+    """The content of ``vllm/_version.py``, which must agree with the metadata."""
+    public, _, local = version.partition("+")
+    parts = [int(p) if p.isdecimal() else p for p in (*public.split("."), local)]
     return f'''\
 # SPDX-License-Identifier: Apache-2.0
 """The version of this build; written by the series tool."""
 
-version = "{base.label}"
-version_tuple = ({release}, "{local}")
+version = "{version}"
+version_tuple = {json.dumps(parts).replace("[", "(").replace("]", ")")}
 commit_id = None
 
 __version__ = version
 __version_tuple__ = version_tuple
 __commit_id__ = commit_id
-'''
+'''.encode()
 
 
 def _requirement(lines: list[str], base: Base, wanted: str) -> str:

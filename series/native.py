@@ -50,6 +50,18 @@ def build() -> bytes | None:
         return library.read_bytes()
 
 
+def build_if_possible() -> bytes | None:
+    """The same where nothing installs build tools; None, said, where they lack."""
+    lacking = requirements()
+    if lacking:
+        print(
+            "no build tools: landed without the host transport's library. For it, "
+            f"revert, `pip install {' '.join(lacking)}`, and land again"
+        )
+        return None
+    return build()
+
+
 def find_compiler() -> str | None:
     """The C++ compiler that CMake would take; ``CXX`` may hold options too."""
     named = shlex.split(os.environ.get("CXX", ""))[:1]

@@ -57,7 +57,13 @@ class Base:
     @property
     def label(self) -> str:
         """The version of what is built from it."""
-        return f"{RELEASE}+{SERIES}{self.suffix}"
+        return self.labelled(RELEASE)
+
+    def labelled(self, version: str) -> str:
+        """A version with the series in it, before a local part as forks have it."""
+        public, _, local = version.partition("+")
+        kept = [part for part in local.split(".") if part and f".{part}" != self.suffix]
+        return ".".join([f"{public}+{SERIES}{self.suffix}", *kept])
 
 
 BASES: Mapping[str, Base] = {
@@ -173,8 +179,13 @@ def reader(wheel: Path) -> Callable[[str], bytes]:
     return read
 
 
-def unpack(wheel: Path, folder: Path) -> None:
+def unpack(wheel: Path, folder: Path, below: str = "") -> None:
     """Lay out a wheel's files in a new folder, permissions included.
+
+    Args:
+        wheel: The wheel, verified.
+        folder: Where to; it appears when all is in it.
+        below: Leaves out what does not begin like this.
 
     Raises:
         SeriesError: The folder exists already, or the file is no wheel.
@@ -188,7 +199,8 @@ def unpack(wheel: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _open(wheel) as archive, _scratch(folder.parent) as scratch:
         tree = Path(scratch) / "tree"
-        for member in archive.infolist():
+        members = [m for m in archive.infolist() if m.filename.startswith(below)]
+        for member in members:
             path = archive.extract(member, tree)
             os.chmod(path, member.external_attr >> 16 & 0o777)
         tree.rename(folder)

