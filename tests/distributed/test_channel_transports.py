@@ -3,6 +3,7 @@
 
 import os
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import vllm.envs as envs
 from tests import ranks
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.distributed.device_communicators import host_library
+from vllm.distributed.device_communicators import channel_transports, host_library
 from vllm.distributed.graph_channels.identity import EagerLane
 from vllm.distributed.graph_channels.switches import (
     Backend,
@@ -178,6 +179,23 @@ def test_ranks_with_different_switches_go_without(monkeypatch):  # R-F3, R-E1
             return demanded, parallel_state._LEDGER.inventory(), _sums(group, (5,))
 
     assert ranks.values(2, body, DEADLINE) == [(None, {}, _expected(2, (5,)))] * 2
+
+
+def test_a_cutoff_of_zero_is_off_on_all_ranks(monkeypatch):  # R-F3 # R-E1 # C47
+    lines = []
+    logger = SimpleNamespace(error=lambda text, *given: lines.append(text % given))
+    monkeypatch.setattr(channel_transports, "logger", logger)
+
+    def body(rank, store):
+        size = {"VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE": "0" if rank else "64KB"}
+        with _groups(rank, 2, store, **{BACKEND: "host"}, **size) as group:
+            return lines, parallel_state._LEDGER.inventory(), _sums(group, (5,))
+
+    (first, *without), (second, *alike) = ranks.values(2, body, DEADLINE)
+    (line,) = first
+    assert "up to 0 bytes" in line and line.endswith("the cutoff is 0")
+    assert second == []
+    assert without == alike == [{}, _expected(2, (5,))]
 
 
 # Switches -------------------------------------------------------------------

@@ -116,6 +116,14 @@ def test_channels_come_last_and_off_what_is_available(
     assert "vllm:target:production 3.00 MiB" in line
 
 
+@pytest.mark.parametrize(("size", "level"), [(3 * MIB, "INFO"), (512 * MIB, "WARNING")])
+def test_a_large_share_is_warned_of(worker, channels, heard, size, level):  # C45
+    channels.prepared_bytes = size
+    worker.determine_available_memory()
+    (record,) = [r for r in heard if r.getMessage().startswith("Graph channels")]
+    assert record.levelname == level
+
+
 def test_capturing_makes_no_further_channel(worker, channels):  # R-C5 # C45
     worker.determine_available_memory()
     prepared = dict(channels.channels)

@@ -96,7 +96,9 @@ class Seat:
     store: Store
 
 
-def admit(seat: Seat, needs: Needs, subject: str, seconds: float) -> None:
+def admit(
+    seat: Seat, needs: Needs, subject: str, seconds: float, error: str | None = None
+) -> None:
     """Find out whether every rank can use a pool. All ranks call it.
 
     Args:
@@ -104,6 +106,7 @@ def admit(seat: Seat, needs: Needs, subject: str, seconds: float) -> None:
         needs: What is asked of it.
         subject: What is asked for, with the values that must be equal on all.
         seconds: How long it may take.
+        error: Why this rank does not want it, whatever else there is; None if it does.
 
     Raises:
         Refused: A rank cannot; on every rank, with each rank's reason. Nothing is
@@ -115,7 +118,7 @@ def admit(seat: Seat, needs: Needs, subject: str, seconds: float) -> None:
     with published(peers, seat.group.rank, seat.device) as export_refusal:
         _demand_nccl(seat, until)
         # All ranks have published: the vote before that reduction says so.
-        reason = _refusal(seat, needs, peers, export_refusal)
+        reason = error or _refusal(seat, needs, peers, export_refusal)
         try:
             seat.group.agree(subject, until, error=reason)
         except GroupClosed as failure:

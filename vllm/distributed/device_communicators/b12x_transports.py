@@ -36,7 +36,7 @@ def b12x_all_reduce(
             failed: nothing can go on from there.
     """
     place = asked_for(communicator, Backend.B12X)
-    if place is None or place.switches.largest_bytes == 0:
+    if place is None:
         return None
     ledger, switches, group, store = place
     if not custom_all_reduce:
@@ -44,9 +44,10 @@ def b12x_all_reduce(
         return None
     seat = b12x_gate.Seat(group, communicator.device, communicator.device_group, store)
     seconds = switches.startup_seconds
+    off = None if switches.largest_bytes else "both cutoffs are 0"
     try:
         b12x_gate.admit(
-            seat, needs(switches.allow_unvalidated), subject(switches), seconds
+            seat, needs(switches.allow_unvalidated), subject(switches), seconds, off
         )
         transport = open_all_reduce(
             seat, switches.all_reduce_bytes, switches.fused_bytes, seconds

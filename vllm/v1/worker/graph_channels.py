@@ -15,6 +15,7 @@ when the engine sleeps.
 """
 
 import gc
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 logger = init_logger(__name__)
+
+# Of the memory for the KV cache; more is worth a second look at the cutoffs.
+_LARGE_SHARE = 0.02
 
 
 class DisposableCapture:
@@ -180,7 +184,9 @@ def _tell(ledger: Ledger, worker: "Worker", failure: BaseException) -> None:
 def _say_reserved(channels: Mapping[ChannelId, int], available: int) -> int:
     total = sum(channels.values())
     if total:
-        logger.info(
+        large = total > _LARGE_SHARE * available
+        logger.log(
+            logging.WARNING if large else logging.INFO,
             "Graph channels take %s of the %s for the KV cache, which leaves %s: %s",
             _mebibytes(total),
             _mebibytes(available),
