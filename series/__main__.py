@@ -29,6 +29,7 @@ from series.table import table
 from series.tree import land, recover, revert
 
 _TREE = "the folder that holds vllm/, such as site-packages"
+_KEPT = "where the originals were kept"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,6 +131,9 @@ def _land(options: argparse.Namespace) -> int:
     print(f"landed on {tree}: {edited} files edited, {added} added")
     if installed is not None:
         print(f"{installed.name} {installed.version} is vllm {version_of(tree)} now")
+    kept_apart = options.backup is not None and installed is None
+    apart = f"--backup {options.backup} " if kept_apart else ""
+    print(f"the way back: python -m series revert {apart}{tree}")
     for path in not_the_releases(landing):
         rough = "; our lines in it are not laid out" if path in landing.rough else ""
         print(f"  not the release's: {path}{rough}")
@@ -145,8 +149,9 @@ def _revert(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    before = Before(options.tree)
-    found = survey(options.tree, _landing_on(before, before.modified))
+    before = Before(options.tree, options.backup)
+    landing = _landing_on(before, before.modified)
+    found = survey(options.tree, landing, options.backup)
     print(f"{options.tree}: vLLM {found.version}, {found.state.value}")
     if found.series is not None:
         print(f"  the series named by its receipt: {found.series}")
@@ -167,7 +172,7 @@ def _branch(options: argparse.Namespace) -> int:
 
 def _editable(options: argparse.Namespace) -> int:
     for tree in editable.refresh():
-        print(f"up to date: {tree}")
+        print(f"brought up to date: {tree}")
     return 0
 
 
@@ -187,6 +192,13 @@ def _export(options: argparse.Namespace) -> int:
 def _table(options: argparse.Namespace) -> int:
     sys.stdout.write(table(_landing(), load_series()))
     return 0
+
+
+def _folder(text: str) -> Path:
+    # An unset variable of a shell would otherwise mean the current folder.
+    if not text:
+        raise argparse.ArgumentTypeError("the name of a folder is wanted, not nothing")
+    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,19 +222,18 @@ def _parser() -> argparse.ArgumentParser:
         "--modified", action="store_true", help="also on files that differ, as a fork's"
     )
     land_.add_argument(
-        "--backup", type=Path, metavar="DIR", help="where to keep the originals"
+        "--backup", type=_folder, metavar="DIR", help="where to keep the originals"
     )
 
     revert_ = commands.add_parser("revert", help="put back what was there before")
     revert_.set_defaults(command=_revert)
     revert_.add_argument("tree", type=Path, help=_TREE)
-    revert_.add_argument(
-        "--backup", type=Path, metavar="DIR", help="where the originals were kept"
-    )
+    revert_.add_argument("--backup", type=_folder, metavar="DIR", help=_KEPT)
 
     status = commands.add_parser("status", help="say what a tree is to the series")
     status.set_defaults(command=_status)
     status.add_argument("tree", type=Path, help=_TREE)
+    status.add_argument("--backup", type=_folder, metavar="DIR", help=_KEPT)
 
     branch_ = commands.add_parser("branch", help="a git repository, a commit a patch")
     branch_.set_defaults(command=_branch)

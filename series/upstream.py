@@ -5,6 +5,7 @@ Nothing here looks at a wheel before its sha256 is known to be the pinned one,
 except to say what else it is.
 """
 
+import argparse
 import hashlib
 import os
 import re
@@ -303,4 +304,6 @@ def _sha256(path: Path) -> str:
 
 if __name__ == "__main__":
     # The first half of `make tree`; `python -m series land` is the other.
-    unpack(locate(choose()), Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m series.upstream")
+    parser.add_argument("folder", type=Path, help="where to unpack the pinned wheel")
+    unpack(locate(choose()), parser.parse_args().folder)

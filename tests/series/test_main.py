@@ -79,6 +79,29 @@ def test_land_and_land_again(capsys, tree, landing):  # C42
     assert "vLLM 0.28.0, landed" in capsys.readouterr().out
 
 
+def test_a_landing_says_the_way_back_and_it_is_one(capsys, tree, tmp_path_factory):
+    kept = tmp_path_factory.mktemp("kept")
+    fork = (tree / PARALLEL_STATE).read_text() + "# A fork's own line.\n"
+    (tree / PARALLEL_STATE).write_text(fork)
+    assert main(["land", "--modified", "--backup", str(kept), str(tree)]) == 0
+    (line,) = re.findall(
+        r"^the way back: python -m series (.+)$", capsys.readouterr().out, re.M
+    )
+    assert main(["status", "--backup", str(kept), str(tree)]) == 0
+    printed = capsys.readouterr().out
+    assert "vLLM 0.28.0, landed" in printed
+    assert "on files that were not the release's" in printed
+    assert main(line.split()) == 0
+    assert (tree / PARALLEL_STATE).read_text() == fork
+
+
+@pytest.mark.parametrize("command", ["land", "revert", "status"])
+def test_no_folder_is_not_the_current_one(capsys, command, tree):
+    with pytest.raises(SystemExit):
+        main([command, "--backup", "", str(tree)])
+    assert "the name of a folder is wanted" in capsys.readouterr().err
+
+
 def test_status_lists_what_is_unlike(capsys, tree):
     (tree / PARALLEL_STATE).write_text("")
     assert main(["status", str(tree)]) == 0
