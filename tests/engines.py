@@ -35,6 +35,7 @@ LLAMA = _DENSE | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# DeepSeek-V2 in miniature, without experts: MLA, which TRITON_MLA serves anywhere.
 DEEPSEEK = _DENSE | {
     "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",

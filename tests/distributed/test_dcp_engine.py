@@ -6,40 +6,11 @@ import os
 
 from tests import gpus
 from tests.distributed.b12x_ranks import SWITCHES, TARGET
+from tests.engines import DEEPSEEK
 
 pytestmark = gpus.needs_gpu
 
 DEADLINE = 280
-# DeepSeek-V2 in miniature, without experts: MLA, which TRITON_MLA serves anywhere.
-MODEL = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 2,
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 2,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 1,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 2,
-    "moe_layer_freq": 1,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
 PROMPTS = [[1, 5, 9, 11], [7, 8], [3] * 20]
 GRAPHS = [1, 2, 4]
 # Direct workspaces want one GPU a rank, and would be the other engine's way.
@@ -90,7 +61,7 @@ def generate(folder, rank, device, **options):
 
 
 def test_decode_graphs_over_b12x_give_nccls_tokens(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
 
     def body(rank, device):
         return generate(tmp_path, rank, device)
@@ -101,7 +72,7 @@ def test_decode_graphs_over_b12x_give_nccls_tokens(tmp_path):
     plain = gpus.values(2, without, DEADLINE, **PLAIN)
     over_b12x = gpus.values(2, body, DEADLINE, **SWITCHES)
     # a query and a combine for each layer of each graph
-    counted = [2 * MODEL["num_hidden_layers"] * len(GRAPHS)]
+    counted = [2 * DEEPSEEK["num_hidden_layers"] * len(GRAPHS)]
     for (tokens, nothing), (same, recorded) in zip(plain, over_b12x, strict=True):
         assert nothing == []
         assert recorded == counted

@@ -81,8 +81,8 @@ GraphChannelsCheckpoint = Checkpoint[_Snapshot]
 class Ledger:
     """The transports of this process, and what all of them do together.
 
-    Every method but ``checkpoint``, ``abandon`` and ``inventory`` is called by
-    all ranks of each group, in the same order.
+    Every method that is not said to be local is called by all ranks of each group,
+    in the same order.
 
     Args:
         deadline: Seconds that a collective may take at start-up.
@@ -113,7 +113,7 @@ class Ledger:
         self._said: set[_Member] = set()
 
     def add_group(self, group: Group) -> None:
-        """Let a group's ranks vote on captures, before it has any transport."""
+        """Let a group's ranks vote on captures, before it has any transport. Local."""
         if group not in self._groups:
             self._groups.append(group)
 
@@ -307,7 +307,7 @@ class Ledger:
         ]
 
     def go_without(self) -> None:
-        """A group gets no transport after all.
+        """A group gets no transport after all. Local.
 
         Where no other has one, captures without a name are taken again.
         """
