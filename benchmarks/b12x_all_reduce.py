@@ -108,22 +108,25 @@ def host_time(here: Rank, rounds: int) -> Host:
 def latencies(here: Rank, rounds: int) -> list[Latency]:
     """Each way's time in times of NCCL's, by size."""
     communicator = here.group.device_communicator
-    own = CustomAllreduce(group=communicator.cpu_group, device=here.device)
+    own = _custom_all_reduce(here)
     ways: dict[str, Way | None] = {
         "NCCL": communicator.pynccl_comm.all_reduce,
         "b12x": here.comm.all_reduce,
-        "vLLM's custom": None if own.disabled else own.custom_all_reduce,
+        "vLLM's custom": own and own.custom_all_reduce,
     }
+    # Graphs of an owner that live together are captured on one stream.
+    stream = torch.cuda.Stream(here.device)
+    context = parallel_state.GraphCaptureContext(stream)
     lines = []
     for size in SIZES:
         tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=here.device)
         eager = _ratios(
             {name: way and _calls(way, tensor) for name, way in ways.items()}, rounds
         )
-        with parallel_state.graph_capture(here.device, channel_id=TARGET) as context:
+        with parallel_state.graph_capture(here.device, context, channel_id=TARGET):
             graphs = {
                 # Its buffers are registered where its own capture ends.
-                name: _graph(way, tensor, context.stream)
+                name: _graph(way, tensor, stream)
                 if way is not None and name != "vLLM's custom"
                 else None
                 for name, way in ways.items()
@@ -134,8 +137,17 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
             for name in ways
             if name != "NCCL"
         ]
-    own.close()
+    if own is not None:
+        own.close()
     return lines
+
+
+def _custom_all_reduce(here: Rank) -> CustomAllreduce | None:
+    """vLLM's own; its check of peer access fails where ranks share a GPU."""
+    if here.world > gpus.GPUS:
+        return None
+    own = CustomAllreduce(here.group.device_communicator.cpu_group, here.device)
+    return None if own.disabled else own
 
 
 def _calls(way: Way, tensor: torch.Tensor) -> Callable[[], None]:

@@ -66,10 +66,18 @@ def measure(here: Rank, rounds: int) -> list[float]:
         use_pcp=False,
     )
     assert layer.over_channels
-    return [compare(here, layer, batch, rounds) for batch in BATCHES]
+    # Graphs of an owner that live together are captured on one stream.
+    stream = torch.cuda.Stream(here.device)
+    return [compare(here, layer, stream, batch, rounds) for batch in BATCHES]
 
 
-def compare(here: Rank, layer: MLADCPManager, batch: int, rounds: int) -> float:
+def compare(
+    here: Rank,
+    layer: MLADCPManager,
+    stream: torch.cuda.Stream,
+    batch: int,
+    rounds: int,
+) -> float:
     """Median time over NCCL, in times of that over b12x."""
     shape = (batch, HEADS, QUERY_HEAD_SIZE)
     query = torch.randn(shape, device=here.device).bfloat16()
@@ -82,10 +90,10 @@ def compare(here: Rank, layer: MLADCPManager, batch: int, rounds: int) -> float:
             layer.combine(part, lse, seq_lens=None, query_start_loc=None)
 
     channels = here.group.dcp_channels
-    over_b12x = captured(here, exchange)
+    over_b12x = captured(here, stream, exchange)
     here.group.dcp_channels = None
     try:
-        over_nccl = captured(here, exchange)
+        over_nccl = captured(here, stream, exchange)
     finally:
         here.group.dcp_channels = channels
     times: list[list[float]] = [[], []]
@@ -102,13 +110,16 @@ def compare(here: Rank, layer: MLADCPManager, batch: int, rounds: int) -> float:
     return statistics.median(nccl / b12x for b12x, nccl in zip(*times, strict=True))
 
 
-def captured(here: Rank, exchange: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(
+    here: Rank, stream: torch.cuda.Stream, exchange: Callable[[], None]
+) -> torch.cuda.CUDAGraph:
     """A graph of the exchange, on the target's channel."""
-    with parallel_state.graph_capture(here.device, channel_id=TARGET) as context:
+    context = parallel_state.GraphCaptureContext(stream)
+    with parallel_state.graph_capture(here.device, context, channel_id=TARGET):
         exchange()
-        context.stream.synchronize()
+        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=context.stream):
+        with torch.cuda.graph(graph, stream=stream):
             exchange()
     return graph
 

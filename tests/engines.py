@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tests import gpus, ranks
@@ -66,15 +66,17 @@ class Answer(NamedTuple):
 
     Attributes:
         tokens: What it generated, by prompt.
-        recorded: Launches recorded into graphs, by channel.
+        recorded: Launches recorded into graphs, by transport and channel.
         tables: What it logged as the table of graph channels.
         log: Every other line of vLLM's loggers at INFO and above.
+        report: What the watch returned.
     """
 
     tokens: list[list[int]]
-    recorded: dict[str, int]
+    recorded: dict[str, dict[str, int]]
     tables: list[str]
     log: list[str]
+    report: Any
 
 
 def generate(
@@ -83,6 +85,7 @@ def generate(
     environment: Mapping[str, str],
     *,
     deadline: float = 240,
+    watch: Callable[[], Callable[[], Any]] = lambda: lambda: None,
     **options: Any,
 ) -> list[Answer]:
     """What an engine of ``world`` tensor parallel ranks answers, by rank.
@@ -92,6 +95,8 @@ def generate(
         model: The model's ``config.json``.
         environment: Of each rank, beside what several ranks on a GPU need.
         deadline: Seconds after which the ranks are killed.
+        watch: Called on each rank before its engine is made; what it returns is
+            called when the engine has answered, and gives the report.
         options: For ``vllm.LLM``; a draft model called "@" is the model itself.
     """
     with socket.socket() as probe:
@@ -109,12 +114,17 @@ def generate(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             **environment,
         )
-        return _answer(world, model, options)
+        return _answer(world, model, watch(), options)
 
     return ranks.values(world, body, deadline)
 
 
-def _answer(world: int, model: Mapping[str, Any], options: dict[str, Any]) -> Answer:
+def _answer(
+    world: int,
+    model: Mapping[str, Any],
+    report: Callable[[], Any],
+    options: dict[str, Any],
+) -> Answer:
     from vllm import LLM, SamplingParams
     from vllm.distributed import parallel_state
 
@@ -152,9 +162,13 @@ def _answer(world: int, model: Mapping[str, Any], options: dict[str, Any]) -> An
     usages = [] if ledger is None else ledger.usage()
     return Answer(
         [list(answer.outputs[0].token_ids) for answer in answers],
-        {str(name): n for usage in usages for name, n in usage.recorded.items()},
+        {
+            usage.label: {str(name): n for name, n in usage.recorded.items()}
+            for usage in usages
+        },
         [line for line in lines.said if line.startswith("Graph channels: ")],
         [line for line in lines.said if not line.startswith("Graph channels: ")],
+        report(),
     )
 
 

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.dcp_channels import DcpChannels
 from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.ops.dcp_utils import MLADCPManager
 
 # A rank's heads, and their sizes as MLA has them: the query's are larger.
@@ -72,18 +73,19 @@ class Rank:
         padded: int | None = None,
     ) -> MLADCPManager:
         """What an MLA layer builds; all ranks build theirs."""
-        return MLADCPManager(
-            self.config,
-            self.device,
-            num_heads=heads,
-            query_head_dim=QUERY_HEAD_SIZE,
-            output_head_dim=HEAD_SIZE,
-            query_dtype=dtype,
-            output_dtype=dtype,
-            padded_num_heads=padded,
-            is_lse_base_on_e=base_e,
-            use_pcp=False,
-        )
+        with set_default_torch_dtype(dtype):  # as models are loaded
+            return MLADCPManager(
+                self.config,
+                self.device,
+                num_heads=heads,
+                query_head_dim=QUERY_HEAD_SIZE,
+                output_head_dim=HEAD_SIZE,
+                query_dtype=dtype,
+                output_dtype=dtype,
+                padded_num_heads=padded,
+                is_lse_base_on_e=base_e,
+                use_pcp=False,
+            )
 
     def exchanged(self, layer: MLADCPManager, parts: "Parts") -> torch.Tensor:
         """What the layer makes of the parts; a copy, since it masks in place."""

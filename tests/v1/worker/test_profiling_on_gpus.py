@@ -8,7 +8,6 @@ runner's own steps; the last ones start whole engines on tiny models.
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import gpus, ranks
+from tests import engines, gpus
 from tests.distributed import b12x_ranks
 from vllm.distributed import parallel_state
 from vllm.distributed.graph_channels.identity import (
@@ -207,106 +206,14 @@ def test_a_rank_whose_peer_spins_in_a_kernel_ends_in_time():
 
 # Whole engines -----------------------------------------------------------------
 
-TINY = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=128,
-    intermediate_size=256,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=2,
-    vocab_size=512,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    torch_dtype="bfloat16",
-    hidden_act="silu",
-    bos_token_id=1,
-    eos_token_id=2,
-    tie_word_embeddings=False,
-)
 
-
-def engines(folder, backend, *, v2, draft):
-    """What an engine of two ranks, without an executor, reports on each of them."""
-    (folder / "config.json").write_text(json.dumps(TINY))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-
-    def body(rank, store):
-        os.environ.update(
-            b12x_ranks.SWITCHES,
-            VLLM_PCIE_ALLREDUCE_BACKEND=backend,
-            VLLM_USE_V2_MODEL_RUNNER=str(int(v2)),
-            VLLM_USE_BREAKABLE_CUDAGRAPH="1",
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            RANK=str(rank),
-            LOCAL_RANK=str(rank % gpus.GPUS),
-            WORLD_SIZE=str(WORLD),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
-        if gpus.GPUS < WORLD:
-            os.environ.update(
-                NCCL_HOSTID=f"rank-{rank}",
-                NCCL_SOCKET_IFNAME="lo",
-                GLOO_SOCKET_IFNAME="lo",
-                NCCL_IB_DISABLE="1",
-            )
-        return _engine(str(folder), draft)
-
-    return ranks.values(WORLD, body, 600)
-
-
-def _engine(model, draft):
-    from vllm import LLM, SamplingParams
-
-    report = _watch()
-    speculative = dict(
-        method="draft_model",
-        model=model,
-        num_speculative_tokens=2,
-        draft_tensor_parallel_size=WORLD,
-    )
-    llm = LLM(
-        model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        seed=0,
-        max_model_len=256,
-        max_num_seqs=4,
-        tensor_parallel_size=WORLD,
-        distributed_executor_backend="external_launcher",
-        gpu_memory_utilization=0.1,
-        disable_custom_all_reduce=os.environ["VLLM_PCIE_ALLREDUCE_BACKEND"] == "cpp",
-        attention_backend="TRITON_ATTN",
-        speculative_config=speculative if draft else None,
-        compilation_config=dict(
-            mode=0,
-            cudagraph_mode="FULL_AND_PIECEWISE",
-            custom_ops=["none"],
-            cudagraph_capture_sizes=[1, 2, 4, 8, 12],
-        ),
-    )
-    prompts = [{"prompt_token_ids": [1, 5, 9, 11]}, {"prompt_token_ids": [7, 8]}]
-    sampling = SamplingParams(
-        max_tokens=12, temperature=0, detokenize=False, ignore_eos=True
-    )
-    answers = llm.generate(prompts, sampling)
-    report["tokens"] = [answer.outputs[0].token_ids for answer in answers]
-    ledger = parallel_state.get_graph_channels()
-    report["channels"] = [*{n for names in ledger.inventory().values() for n in names}]
-    return report
-
-
-def _watch():
+def _watched():
     """Make the V1 runner profile many times, and note memory, names and sizes."""
-    import logging
-
+    # Their imports use CUDA, which a process that forks ranks must not.
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    report = {"lines": [], "free": [], "names": []}
+    report = {"free": [], "names": []}
     profile_once = GPUModelRunner.profile_cudagraph_memory
 
     def profile_often(runner):
@@ -320,7 +227,6 @@ def _watch():
 
     GPUModelRunner.profile_cudagraph_memory = profile_often
     measure = Worker.determine_available_memory.__wrapped__
-    outer = graph_channels.reserves_graph_channels
 
     def noted(function, key):
         def determine(worker):
@@ -329,24 +235,51 @@ def _watch():
 
         return determine
 
-    reserved = noted(outer(noted(measure, "measured")), "returned")
-    Worker.determine_available_memory = reserved
-    handler = logging.Handler()
-    handler.emit = lambda record: report["lines"].append(record.getMessage())
-    logging.getLogger("vllm.v1.worker.graph_channels").addHandler(handler)
-    return report
+    reserve = graph_channels.reserves_graph_channels(noted(measure, "measured"))
+    Worker.determine_available_memory = noted(reserve, "returned")
+    return lambda: report
+
+
+DRAFT_MODEL = {"method": "draft_model", "model": "@", "num_speculative_tokens": 2}
 
 
 @pytest.mark.parametrize("v2, draft", [(False, True), (False, False), (True, False)])
-def test_an_engine_profiles_and_serves(tmp_path, v2, draft):
+def test_an_engine_profiles_and_serves(v2, draft):
     # R-C2 # R-C5 # R-C6 # C13 # C46
-    plain = engines(tmp_path, "cpp", v2=v2, draft=draft)
-    named = engines(tmp_path, "b12x", v2=v2, draft=draft)
-    channels = ["target:production"] + ["draft:production"] * draft
-    channels = {f"vllm:{name}" for name in ["eager:allreduce", *channels]}
-    for report, other in zip(named, plain):
-        assert set(report["channels"]) == channels
-        assert report["tokens"] == other["tokens"]
+    environment = {
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+        "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",
+    }
+    options = {
+        "attention_backend": "TRITON_ATTN",
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_AND_PIECEWISE",
+            "custom_ops": ["none"],
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
+        },
+    }
+    if draft:
+        options["speculative_config"] = DRAFT_MODEL
+    plain = engines.generate(
+        WORLD, engines.LLAMA, environment, disable_custom_all_reduce=True, **options
+    )
+    named = engines.generate(
+        WORLD,
+        engines.LLAMA,
+        environment | b12x_ranks.SWITCHES,
+        watch=_watched,
+        **options,
+    )
+    owners = {"vllm:target:production"}
+    if draft:
+        owners.add("vllm:draft:production")
+    for answer, other in zip(named, plain, strict=True):
+        assert answer.tokens == other.tokens
+        assert not [line for line in other.log if "raph channels take" in line]
+        (recorded,) = answer.recorded.values()
+        assert set(recorded) == owners
+        report = answer.report
         assert all(report["names"])
         if not v2:
             assert len(report["free"]) == ROUNDS
@@ -354,10 +287,9 @@ def test_an_engine_profiles_and_serves(tmp_path, v2, draft):
             assert lost <= TOLERATED, f"{lost / MIB:.1f} MiB"
         taken = report["measured"] - report["returned"]
         assert taken > 0
-        (line,) = report["lines"]
+        (line,) = [line for line in answer.log if "raph channels take" in line]
         assert f"take {taken / MIB:.2f} MiB" in line
         assert f"leaves {report['returned'] / MIB:.2f} MiB" in line
-        assert other["measured"] == other["returned"] and other["lines"] == []
 
 
 # An executor, whose limits count ------------------------------------------------
@@ -371,7 +303,7 @@ EXECUTOR_LIMIT = 30
 
 def _start_faulty(folder, fault):
     """Start an engine with a fault: its output, and the seconds from fault to end."""
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(engines.LLAMA))
     environment = os.environ | b12x_ranks.SWITCHES
     environment |= {
         "VLLM_GRAPH_CHANNELS_DEADLINE": str(CHANNEL_DEADLINE),

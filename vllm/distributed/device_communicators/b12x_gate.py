@@ -162,9 +162,9 @@ def demand(seat: Seat, what: str, action: Callable[[], None], seconds: float) ->
         seat.group.together(what, action, monotonic() + seconds)
     except Exception as failure:  # kernels are compiled, which may fail in any way
         raise RuntimeError(
-            f"{seat.group.name}: {what} failed: {failure}. A GPU does not see what "
-            "its peer writes, or not in time: look for ACS or an IOMMU between the "
-            "GPUs (`lspci -vvv | grep ACSCtl`), or allow more time with "
+            f"{seat.group.name}: {what} failed: {failure}. If a result is wrong or "
+            "late, a GPU does not see what its peer writes: look for ACS or an IOMMU "
+            "between the GPUs (`lspci -vvv | grep ACSCtl`), or allow more time with "
             f"VLLM_GRAPH_CHANNELS_DEADLINE; {_OFF}"
         ) from failure
 

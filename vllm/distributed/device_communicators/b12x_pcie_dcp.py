@@ -133,7 +133,8 @@ class B12xDcp(B12xChannels):
         shape = (1, made.heads, made.head_size)
         numbers = torch.arange(made.head_size, device=self._device) % 8
         partial = (numbers + self._rank).expand(shape).to(made.dtype).contiguous()
-        even = torch.zeros(shape[:2], device=self._device)
+        # Models are built with another default dtype.
+        even = torch.zeros(shape[:2], dtype=torch.float32, device=self._device)
         found = runtime.lse_reduce_scatter(partial, even)  # type: ignore[attr-defined]
         # Equal weights, of a power of two: exact in 16 bits.
         wanted = (numbers + (self._world - 1) / 2).expand_as(found).to(made.dtype)
