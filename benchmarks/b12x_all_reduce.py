@@ -9,7 +9,7 @@ machine with GPUs, with the built vLLM installed. Prints two Markdown tables:
 - the time of an all-reduce by size, eager and replayed from a graph, beside NCCL
   and vLLM's own custom all-reduce, as medians of ratios to NCCL, round by round.
 
-Ranks that share a GPU take turns on it: the second table says nothing then.
+Ranks that share a GPU take turns on it: there is no second table then.
 """
 
 import argparse
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def body(rank: int, device: torch.device) -> tuple[Host, list[Latency]]:
         with tensor_parallel(given.ranks, device) as here:
-            return host_time(here, given.rounds), latencies(here, given.rounds)
+            host = host_time(here, given.rounds)
+            shared = given.ranks > gpus.GPUS
+            return host, [] if shared else latencies(here, given.rounds)
 
     measured = gpus.values(given.ranks, body, LAST_SECONDS, **SWITCHES)
     host, by_size = measured[0]
@@ -73,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"| allowed: 1.1 times the bare pool's and 5 us | {1.1 * host.bare + 5:.1f} |\n"
     )
     if given.ranks > gpus.GPUS:
-        print("Ranks share a GPU here, so these are no latencies:\n")
+        print("Ranks share a GPU here, so there are no latencies to be measured.")
+        return
     print("| bytes | way | eager / NCCL | graph / NCCL |\n|---:|---|---:|---:|")
     for line in by_size:
         print(
@@ -108,11 +111,11 @@ def host_time(here: Rank, rounds: int) -> Host:
 def latencies(here: Rank, rounds: int) -> list[Latency]:
     """Each way's time in times of NCCL's, by size."""
     communicator = here.group.device_communicator
-    own = _custom_all_reduce(here)
+    own = CustomAllreduce(communicator.cpu_group, here.device)
     ways: dict[str, Way | None] = {
         "NCCL": communicator.pynccl_comm.all_reduce,
         "b12x": here.comm.all_reduce,
-        "vLLM's custom": own and own.custom_all_reduce,
+        "vLLM's custom": None if own.disabled else own.custom_all_reduce,
     }
     # Graphs of an owner that live together are captured on one stream.
     stream = torch.cuda.Stream(here.device)
@@ -137,17 +140,8 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
             for name in ways
             if name != "NCCL"
         ]
-    if own is not None:
-        own.close()
+    own.close()
     return lines
-
-
-def _custom_all_reduce(here: Rank) -> CustomAllreduce | None:
-    """vLLM's own; its check of peer access fails where ranks share a GPU."""
-    if here.world > gpus.GPUS:
-        return None
-    own = CustomAllreduce(here.group.device_communicator.cpu_group, here.device)
-    return None if own.disabled else own
 
 
 def _calls(way: Way, tensor: torch.Tensor) -> Callable[[], None]:
