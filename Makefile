@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # make run    serve a real model on two ranks with the patched vLLM, and check it
 # make test   lint, the series against both bases, and the whole suite
+# make test-gpu  the tests that need GPUs, on those of this machine
 # make tree   the full patched tree in build/tree, for reading
 # make lint   ruff and mypy
 # make clean  remove what the others made
@@ -16,7 +17,7 @@ SOURCES := pyproject.toml constraints.txt \
 # What `make` runs needs no GPU, so it builds on the CPU base anywhere.
 export VLLM_TARGET_DEVICE ?= cpu
 
-.PHONY: run test lint tree install preflight clean
+.PHONY: run test test-gpu lint tree install preflight clean
 .DELETE_ON_ERROR:
 
 run: install $(WEIGHTS)
@@ -24,7 +25,13 @@ run: install $(WEIGHTS)
 
 test: lint $(WEIGHTS)
 	$(BIN)/python -m series check
+	$(BIN)/python -m verification page --check
 	$(BIN)/python -m pytest
+
+# An environment of its own: vLLM on the CUDA base. REQUIRE_GPUS=2 demands as many.
+test-gpu:
+	$(MAKE) install VENV=.venv-gpu VLLM_TARGET_DEVICE=cuda
+	PYTHON=.venv-gpu/bin/python .ci/gpu
 
 lint: install
 	$(BIN)/ruff check
@@ -39,7 +46,7 @@ tree: install
 install: $(VENV)/installed
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-gpu build .mypy_cache .pytest_cache .ruff_cache
 
 # What is missing is said all at once, before anything is downloaded.
 preflight:

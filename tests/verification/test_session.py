@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of test files makes of tests that pass, fail, hang, crash and leak."""
+
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from verification import leftovers, session
+from verification.leftovers import Marked, await_memory
+from verification.receipt import Machine, Outcome
+from verification.run import run, summary
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a test file, and stands where it is."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(leftovers, "_GRACE_SECONDS", 0.5)
+
+    def write(body):
+        Path("test_toy.py").write_text(textwrap.dedent(body))
+        return "test_toy.py"
+
+    return write
+
+
+def outcomes(tests):
+    return {test.id.partition("::")[2]: test.outcome for test in tests}
+
+
+def test_each_test_ends_in_its_own_way(written):
+    file = written("""
+        import pytest
+        def test_good(): pass
+        @pytest.mark.parametrize("n", [2, 4])
+        def test_some(n): assert n == 2, "only two"
+        @pytest.mark.skip(reason="no such card")
+        def test_skipped(): assert False
+        @pytest.fixture
+        def broken(): raise RuntimeError("no set-up")
+        def test_without(broken): pass
+    """)
+    tests = session.run_file(file, Marked(), 20)
+    assert outcomes(tests) == {
+        "test_good": Outcome.PASSED,
+        "test_some[2]": Outcome.PASSED,
+        "test_some[4]": Outcome.FAILED,
+        "test_skipped": Outcome.SKIPPED,
+        "test_without": Outcome.FAILED,
+    }
+    said = {test.id.partition("::")[2]: test.reason for test in tests}
+    assert "only two" in said["test_some[4]"]
+    assert said["test_skipped"] == "no such card"
+    assert "no set-up" in said["test_without"]
+
+
+def test_a_hanging_test_is_named_and_the_rest_still_runs(written):
+    file = written("""
+        import signal, time
+        def test_before(): pass
+        def test_deaf():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+            time.sleep(1000)
+        def test_after(): pass
+    """)
+    marked, began = Marked(), time.monotonic()
+    tests = session.run_file(file, marked, 3)
+    assert outcomes(tests) == {
+        "test_before": Outcome.PASSED,
+        "test_deaf": Outcome.HUNG,
+        "test_after": Outcome.PASSED,
+    }
+    assert time.monotonic() - began < 60
+    assert marked.alive() == []
+
+
+def test_a_crash_is_a_failure_and_names_what_was_not_run(written):
+    file = written("""
+        import os
+        def test_before(): pass
+        def test_crash(): os._exit(3)
+        def test_after(): pass
+    """)
+    tests = session.run_file(file, Marked(), 20)
+    assert outcomes(tests) == {
+        "test_before": Outcome.PASSED,
+        "test_crash": Outcome.NOT_RUN,
+        "test_after": Outcome.NOT_RUN,
+    }
+    assert all("ended early" in test.reason for test in tests[1:])
+
+
+@pytest.mark.parametrize("body", ["import nowhere_to_be_found", "x = 1"])
+def test_a_file_without_tests_has_failed(written, body):
+    (failed,) = session.run_file(written(body), Marked(), 20)
+    assert failed.id == "test_toy.py" and failed.outcome is Outcome.FAILED
+    assert failed.reason
+
+
+def test_what_a_test_leaves_is_found_killed_and_named(written):
+    file = written(f"""
+        import subprocess
+        def test_leaks():
+            subprocess.Popen(
+                [{sys.executable!r}, "-c", "import time; time.sleep(999)"],
+                start_new_session=True, stdout=subprocess.DEVNULL,
+            )
+    """)
+    used = iter([[100, 7], *[[100 + (65 << 20), 7]] * 10_000])
+    receipt = run(Path(), [file], Machine([], {}), lambda: next(used), deadline=20)
+    (leak,) = receipt.leaks
+    assert leak.file == file and len(leak.processes) == 1
+    assert "time.sleep(999)" in leak.processes[0]
+    assert leak.gpu_bytes == [65 << 20, 0]
+    assert not receipt.green
+    said = summary(receipt)
+    assert "time.sleep(999)" in said and f"{65 << 20} bytes on GPU 0" in said
+    assert "time.sleep(999)" not in " ".join(
+        Path(f"/proc/{name}/cmdline").read_text()
+        for name in os.listdir("/proc")
+        if name.isdigit() and Path(f"/proc/{name}/cmdline").exists()
+    )
+
+
+def test_memory_that_comes_back_late_is_none_that_is_lost():
+    used = iter([[70 << 20], [70 << 20], [1 << 20], [1 << 20]])
+    assert await_memory(lambda: next(used), [0], 5) == []
+
+
+def test_too_few_gpus_fail_without_running_anything(written):
+    file = written("def test_never(): open('it ran', 'w')")
+    receipt = run(Path(), [file], Machine([], {}), lambda: [], required_gpus=2)
+    (test,) = receipt.tests
+    assert test.outcome is Outcome.NOT_RUN and not receipt.green
+    assert test.reason == "2 GPUs are required, 0 found"
+    assert not Path("it ran").exists()
+
+
+def test_the_gpu_tests_are_found():
+    root = Path(__file__).parents[2]
+    found = session.test_files(root)
+    assert "tests/distributed/test_b12x_fused_all_reduce.py" in found
+    assert "tests/v1/distributed/test_b12x_engines.py" in found
+    assert "tests/distributed/test_host_graphs.py" not in found

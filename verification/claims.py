@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README says of GPUs, and which machines have shown it: docs/verified.md.
+
+A claim is shown by tests. A receipt shows it if the tests of the claim are in it and
+passed, every one; what was skipped or not run shows nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from verification.receipt import Gpu, Outcome, Receipt
+
+_ALL_REDUCE = "tests/distributed/test_b12x_fused_all_reduce.py::*"
+_DCP = "tests/distributed/test_b12x_dcp_a2a.py::*"
+_ENGINES = "tests/v1/distributed/test_b12x_engines.py::*"
+_PROFILING = "tests/v1/worker/test_profiling_on_gpus.py::"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that holds, by the ids of the tests that show it (shell patterns)."""
+
+    says: str
+    tests: tuple[str, ...]
+
+
+CLAIMS = (
+    Claim("b12x's all-reduce on channels, eager and in graphs", (_ALL_REDUCE,)),
+    Claim("b12x's DCP all-to-all on channels", (_DCP,)),
+    Claim(
+        "a DCP engine gives NCCL's tokens", ("tests/distributed/test_dcp_engine.py::*",)
+    ),
+    Claim("engines of both runners give NCCL's tokens", (_ENGINES,)),
+    Claim(
+        "profiling leaves nothing, over 20 rounds",
+        (f"{_PROFILING}*nothing_stays*", f"{_PROFILING}*profiles_twenty_times*"),
+    ),
+    Claim(
+        "an engine that fails while it profiles ends in time",
+        (f"{_PROFILING}*raise*", f"{_PROFILING}*spins*", f"{_PROFILING}*fault*"),
+    ),
+)
+
+# Where a claim may have been shown.
+_PLACES: Mapping[str, Callable[[list[Gpu]], bool]] = {
+    "several ranks on one GPU": lambda gpus: len(gpus) == 1,
+    "one rank a GPU": lambda gpus: len(gpus) > 1,
+    "SM120": lambda gpus: any(gpu.capability.startswith("12.") for gpu in gpus),
+}
+
+
+def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) -> str:
+    """docs/verified.md.
+
+    Args:
+        receipts: By the path that the page links to.
+        claims: The rows.
+    """
+    newest = sorted(receipts.items(), key=lambda item: item[1].started, reverse=True)
+    lines = [
+        "# What was verified, and where",
+        "",
+        "`python -m verification page` makes this from the [receipts](receipts/) that",
+        "`make test-gpu` wrote on somebody's GPUs.",
+        "",
+        f"| claim | {' | '.join(_PLACES)} |",
+        "|---|" + "---|" * len(_PLACES),
+    ]
+    for claim in claims:
+        cells = [
+            _cell([item for item in newest if here(item[1].machine.gpus)], claim)
+            for here in _PLACES.values()
+        ]
+        lines.append(f"| {claim.says} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(newest: list[tuple[str, Receipt]], claim: Claim) -> str:
+    for path, receipt in newest:
+        if shows(receipt, claim):
+            return f"[{receipt.started[:10]}]({path}), {_named(receipt.machine.gpus)}"
+    return "not run"
+
+
+def shows(receipt: Receipt, claim: Claim) -> bool:
+    """Whether all tests of a claim are in a receipt and passed there."""
+    for pattern in claim.tests:
+        outcomes = {
+            test.outcome for test in receipt.tests if fnmatchcase(test.id, pattern)
+        }
+        if outcomes != {Outcome.PASSED}:
+            return False
+    return not any(
+        fnmatchcase(leak.file + "::", pattern.split("::")[0] + "::")
+        for leak in receipt.leaks
+        for pattern in claim.tests
+    )
+
+
+def _named(gpus: list[Gpu]) -> str:
+    names = sorted({gpu.name for gpu in gpus})
+    return f"{len(gpus)} × {' and '.join(names)}"
