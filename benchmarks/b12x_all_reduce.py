@@ -117,24 +117,16 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
         "b12x": here.comm.all_reduce,
         "vLLM's custom": None if own.disabled else own.custom_all_reduce,
     }
-    # Graphs of an owner that live together are captured on one stream.
-    stream = torch.cuda.Stream(here.device)
-    context = parallel_state.GraphCaptureContext(stream)
+    tensors = [
+        torch.zeros(size // 2, dtype=torch.bfloat16, device=here.device)
+        for size in SIZES
+    ]
+    with parallel_state.graph_capture(here.device, channel_id=TARGET) as context:
+        graphs = [_graphs(ways, tensor, context.stream) for tensor in tensors]
     lines = []
-    for size in SIZES:
-        tensor = torch.zeros(size // 2, dtype=torch.bfloat16, device=here.device)
-        eager = _ratios(
-            {name: way and _calls(way, tensor) for name, way in ways.items()}, rounds
-        )
-        with parallel_state.graph_capture(here.device, context, channel_id=TARGET):
-            graphs = {
-                # Its buffers are registered where its own capture ends.
-                name: _graph(way, tensor, stream)
-                if way is not None and name != "vLLM's custom"
-                else None
-                for name, way in ways.items()
-            }
-        graph = _ratios(graphs, rounds)
+    for size, tensor, replays in zip(SIZES, tensors, graphs, strict=True):
+        calls = {name: way and _calls(way, tensor) for name, way in ways.items()}
+        eager, graph = _ratios(calls, rounds), _ratios(replays, rounds)
         lines += [
             Latency(size, name, eager[name], graph[name])
             for name in ways
@@ -142,6 +134,16 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
         ]
     own.close()
     return lines
+
+
+def _graphs(
+    ways: dict[str, Way | None], tensor: torch.Tensor, stream: torch.cuda.Stream
+) -> dict[str, Callable[[], None] | None]:
+    """Replays by way; vLLM's own registers its buffers where its capture ends."""
+    return {
+        name: _graph(way, tensor, stream) if way and name != "vLLM's custom" else None
+        for name, way in ways.items()
+    }
 
 
 def _calls(way: Way, tensor: torch.Tensor) -> Callable[[], None]:

@@ -12,6 +12,7 @@ it, so that their ratios say nothing of several GPUs.
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,14 @@ BATCHES = [1, 2, 4, 8, 16, 32, 64]
 HEADS, HEAD_SIZE, QUERY_HEAD_SIZE = 16, 512, 576  # a rank's, of DeepSeek
 IN_A_ROW = 8
 LAST_SECONDS = 280.0
+
+
+class Ways(NamedTuple):
+    """Graphs of one exchange both ways, and what keeps its tensors."""
+
+    over_b12x: torch.cuda.CUDAGraph
+    over_nccl: torch.cuda.CUDAGraph
+    exchange: Callable[[], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,19 +75,15 @@ def measure(here: Rank, rounds: int) -> list[float]:
         use_pcp=False,
     )
     assert layer.over_channels
-    # Graphs of an owner that live together are captured on one stream.
-    stream = torch.cuda.Stream(here.device)
-    return [compare(here, layer, stream, batch, rounds) for batch in BATCHES]
+    with parallel_state.graph_capture(here.device, channel_id=TARGET) as context:
+        ways = [captured(here, layer, batch, context.stream) for batch in BATCHES]
+    return [ratio(way.over_b12x, way.over_nccl, rounds) for way in ways]
 
 
-def compare(
-    here: Rank,
-    layer: MLADCPManager,
-    stream: torch.cuda.Stream,
-    batch: int,
-    rounds: int,
-) -> float:
-    """Median time over NCCL, in times of that over b12x."""
+def captured(
+    here: Rank, layer: MLADCPManager, batch: int, stream: torch.cuda.Stream
+) -> Ways:
+    """Graphs of exchanges over b12x and over NCCL."""
     shape = (batch, HEADS, QUERY_HEAD_SIZE)
     query = torch.randn(shape, device=here.device).bfloat16()
     part = torch.randn(batch, HEADS * here.world, HEAD_SIZE, device=here.device)
@@ -90,12 +95,30 @@ def compare(
             layer.combine(part, lse, seq_lens=None, query_start_loc=None)
 
     channels = here.group.dcp_channels
-    over_b12x = captured(here, stream, exchange)
+    over_b12x = graph_of(exchange, stream)
     here.group.dcp_channels = None
     try:
-        over_nccl = captured(here, stream, exchange)
+        return Ways(over_b12x, graph_of(exchange, stream), exchange)
     finally:
         here.group.dcp_channels = channels
+
+
+def graph_of(
+    exchange: Callable[[], None], stream: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """A graph, after a warm-up; the scope of its owner is open."""
+    exchange()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        exchange()
+    return graph
+
+
+def ratio(
+    over_b12x: torch.cuda.CUDAGraph, over_nccl: torch.cuda.CUDAGraph, rounds: int
+) -> float:
+    """Median time over NCCL, in times of that over b12x."""
     times: list[list[float]] = [[], []]
     for turn in range(rounds + rounds // 10):
         for graph, taken in zip((over_b12x, over_nccl), times, strict=True):
@@ -108,20 +131,6 @@ def compare(
             if turn >= rounds // 10:  # the first tenth warms up
                 taken.append(begin.elapsed_time(end))
     return statistics.median(nccl / b12x for b12x, nccl in zip(*times, strict=True))
-
-
-def captured(
-    here: Rank, stream: torch.cuda.Stream, exchange: Callable[[], None]
-) -> torch.cuda.CUDAGraph:
-    """A graph of the exchange, on the target's channel."""
-    context = parallel_state.GraphCaptureContext(stream)
-    with parallel_state.graph_capture(here.device, context, channel_id=TARGET):
-        exchange()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            exchange()
-    return graph
 
 
 if __name__ == "__main__":
