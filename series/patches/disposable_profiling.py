@@ -80,7 +80,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
         insert_below(
             function="WorkerProc.worker_busy_loop",
-            statement="self.handle_output(e)",
+            statement="logger.exception",
             code="end_process_if_not_heard(method)",
         ),
     ),

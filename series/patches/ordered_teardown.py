@@ -101,7 +101,7 @@ if ranks_are_lost():
         ),
     ),
     "vllm/config/vllm.py": (
-        append_to(
+        prepend_to(
             function="VllmConfig.__post_init__",
             code="""
 if envs.VLLM_PCIE_ALLREDUCE_BACKEND != "cpp":
@@ -123,7 +123,7 @@ if envs.VLLM_PCIE_ALLREDUCE_BACKEND != "cpp":
     "vllm/v1/executor/multiproc_executor.py": (
         add_import(
             statement="from vllm.v1.executor.worker_teardown "
-            "import begin_teardown, end_teardown"
+            "import begin_teardown, end_teardown, limit_teardown"
         ),
         add_import(
             statement="from vllm.v1.executor.orderly_stop "
@@ -148,6 +148,12 @@ if method == RETURN_FROM_WORK:
             function="WorkerProc.worker_main",
             statement="worker.worker_busy_loop()",
             code="worker.returned_from_work = True",
+        ),
+        # The loop may be in a step that never ends, and the executor may be dead.
+        insert_below(
+            function="WorkerProc.monitor_death_pipe.<locals>.death_pipe_monitor",
+            statement="shutdown_requested.set()",
+            code="limit_teardown()",
         ),
         prepend_to(
             function="WorkerProc.shutdown",

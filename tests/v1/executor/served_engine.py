@@ -22,12 +22,12 @@ from typing import Self
 
 import psutil
 
+from examples.server import SharedMemoryWatch
 from tests.engines import LLAMA
 
 RANKS = 2
 # What a finalizer, or a step after its group has gone, would print.
 UNWELCOME = ("Exception ignored", "Process group", "terminate called")
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class ServedEngine:
@@ -72,7 +72,7 @@ class ServedEngine:
         }
 
     def __enter__(self) -> Self:
-        self._shared_before = set(_SHARED_MEMORY.iterdir())
+        self._shared_memory = SharedMemoryWatch()
         with self._log.open("wb") as sink:
             self._process = subprocess.Popen(
                 self._command,
@@ -98,6 +98,11 @@ class ServedEngine:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
+
+    @property
+    def session(self) -> int:
+        """The session that every process of the server is in."""
+        return self._process.pid
 
     def ready(self) -> bool:
         """Whether it answers yet."""
@@ -168,7 +173,7 @@ class ServedEngine:
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 alive = process.status() != psutil.STATUS_ZOMBIE
-                if alive and os.getsid(process.pid) == self._process.pid:
+                if alive and os.getsid(process.pid) == self.session:
                     found.append(process)
         return found
 
@@ -179,8 +184,9 @@ class ServedEngine:
 
     def signal(self, number: signal.Signals, *, all_processes: bool = False) -> None:
         """Send a signal to the server; or to all, as a terminal's Ctrl-C does."""
+        self._shared_memory.note([self])  # type: ignore[list-item]
         if all_processes:
-            os.killpg(self._process.pid, number)
+            os.killpg(self.session, number)
         else:
             self._process.send_signal(number)
 
@@ -202,9 +208,9 @@ class ServedEngine:
         """The exit status of the server, which has ended."""
         return self._process.wait(5)
 
-    def left_in_shared_memory(self) -> set[Path]:
-        """What was not in /dev/shm before it started."""
-        return set(_SHARED_MEMORY.iterdir()) - self._shared_before
+    def left_in_shared_memory(self) -> list[str]:
+        """The files in /dev/shm that its processes had and that are still there."""
+        return self._shared_memory.left()
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self._port}/{path}"

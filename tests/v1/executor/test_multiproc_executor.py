@@ -74,14 +74,14 @@ def _lose_a_rank(ledger):
 # The busy loop ----------------------------------------------------------------
 
 
-def _busy(events, *calls, fails=True):
-    """A worker with some calls to make."""
+def _busy(events, *calls, fails=True, answers=None):
+    """A worker of rank 1 with some calls to make, which a rank answers, or all do."""
     left = deque(calls)
 
     def dequeue(indefinite):
         if not left:
             raise _NoMoreWork
-        return left.popleft(), (), {}, None
+        return left.popleft(), (), {}, answers
 
     def work():
         if fails:
@@ -96,10 +96,16 @@ def _busy(events, *calls, fails=True):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_it_reports_first_and_then_ends(events, ledger, step):  # R-D2 # C18 # C40
+def test_it_reports_and_then_ends(events, ledger, step):  # R-D2 # C18 # C40
     with pytest.raises(_NoMoreWork):
         _busy(events, step).worker_busy_loop()
-    assert events == ["reports first error", "ends in 2 s"]
+    assert events == ["ends in 2 s", "reports first error"]
+
+
+def test_it_ends_too_where_another_rank_answers(events, ledger):  # R-D2 # C40
+    with pytest.raises(_NoMoreWork):
+        _busy(events, "execute_model", answers=0).worker_busy_loop()
+    assert events == ["ends in 2 s"]
 
 
 def test_after_an_error_beside_the_steps_it_works_on(events, ledger):  # R-A5
@@ -112,7 +118,7 @@ def test_after_any_error_with_a_rank_lost_it_ends(events, ledger):  # R-D2
     _lose_a_rank(ledger)
     with pytest.raises(_NoMoreWork):
         _busy(events, "list_loras").worker_busy_loop()
-    assert events == ["reports first error", "ends in 2 s"]
+    assert events == ["ends in 2 s", "reports first error"]
 
 
 @pytest.mark.parametrize("without", [None, Ledger(deadline=5, closing_deadline=5)])

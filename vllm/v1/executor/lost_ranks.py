@@ -31,12 +31,12 @@ _HEARD_SECONDS = 2.0
 
 
 def end_process_if_not_heard(method: object) -> None:
-    """See to it that the end of a worker follows the error that it reported. Local.
+    """See to it that a worker which failed in a step ends, and its peers with it. Local.
 
-    The executor waits for one rank's answer, or for one after the other, and the
-    rank that it waits for may wait for this one. If it heard of the error, it ends
-    this process within the next seconds. Else this process does, which it hears
-    of at once; then it ends the others.
+    The executor waits for the answer of one rank, or of one after the other, and
+    the rank that it waits for may wait for this one. If it hears of the error, it
+    ends this process within the next seconds. Else this process does, which it
+    hears of at once; then it ends the others.
 
     Args:
         method: What failed: the name of a worker's method, or pickled code.
