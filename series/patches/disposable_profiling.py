@@ -75,8 +75,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "vllm/v1/executor/multiproc_executor.py": (
         add_import(
-            statement="from vllm.v1.executor.lost_ranks "
-            "import end_process_if_not_heard"
+            statement="from vllm.v1.executor.lost_ranks import end_process_if_not_heard"
         ),
         insert_below(
             function="WorkerProc.worker_busy_loop",

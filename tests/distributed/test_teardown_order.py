@@ -212,9 +212,7 @@ def _runner(module, events, monkeypatch):
     runner.speculator = speculator
     runner.model_state = SimpleNamespace(
         supports_mm_inputs=True,
-        encoder_runner=SimpleNamespace(
-            cudagraph_manager=encoder, clear=encoder.clear
-        ),
+        encoder_runner=SimpleNamespace(cudagraph_manager=encoder, clear=encoder.clear),
     )
     return runner
 

@@ -23,9 +23,13 @@ from typing import Self
 import psutil
 
 from examples.server import SharedMemoryWatch
+from tests.distributed.faults import FIRST_ERROR, SERVED, Blow, During
 from tests.engines import LLAMA
 
 RANKS = 2
+FAULT = "SERVING_FAULT"
+# From the blow to the end of the last process, and from the start to readiness.
+GONE_SECONDS, READY_SECONDS = 15.0, 300.0
 # What a finalizer, or a step after its group has gone, would print.
 UNWELCOME = ("Exception ignored", "Process group", "terminate called")
 
@@ -190,6 +194,19 @@ class ServedEngine:
         else:
             self._process.send_signal(number)
 
+    def strike(self, blow: Blow) -> None:
+        """Let something happen to it."""
+        match blow:
+            case Blow.STOP | Blow.TERM:
+                self.signal(signal.SIGTERM)
+            case Blow.INTERRUPT:
+                self.signal(signal.SIGINT, all_processes=True)
+            case Blow.WORKER:
+                self._shared_memory.note([self])  # type: ignore[list-item]
+                self.workers()[-1].kill()
+            case Blow.RAISES:
+                self.await_that(FIRST_ERROR, READY_SECONDS)
+
     def seconds_to_end(self, limit: float) -> float:
         """How long it takes from now until no process is left.
 
@@ -214,3 +231,40 @@ class ServedEngine:
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self._port}/{path}"
+
+
+def demand_end(
+    folder: Path,
+    blow: Blow,
+    during: During,
+    workers: str,
+    options: Sequence[str],
+    environment: Mapping[str, str],
+) -> ServedEngine:
+    """Start an engine, bring a row of the table about, and hold it against that.
+
+    Returns:
+        The engine, which has ended.
+    """
+    fault = during.name if blow is Blow.RAISES else ""
+    with ServedEngine(
+        folder,
+        workers,
+        [*options, *(["--shutdown-timeout", "12"] if blow is Blow.STOP else [])],
+        {**environment, FAULT: fault},
+    ) as engine:
+        if during in (During.IDLE, During.REQUEST):
+            engine.await_that(engine.ready, READY_SECONDS)
+        if during is During.REQUEST:
+            engine.be_asked()
+            time.sleep(2)  # in the middle of one
+        engine.strike(blow)
+        seconds = engine.seconds_to_end(3 * GONE_SECONDS)
+        row = SERVED[blow, during]
+        said = engine.log()
+        assert seconds < GONE_SECONDS, f"{seconds:.0f} s:\n{said[-4000:]}"
+        assert engine.status() == row.status, said[-4000:]
+        assert row.first in said, said[-4000:]
+        assert not [text for text in UNWELCOME if text in said]
+        assert engine.left_in_shared_memory() == []
+    return engine

@@ -31,7 +31,7 @@ _HEARD_SECONDS = 2.0
 
 
 def end_process_if_not_heard(method: object) -> None:
-    """See to it that a worker which failed in a step ends, and its peers with it. Local.
+    """See to it that a worker that failed in a step ends, and its peers too. Local.
 
     The executor waits for the answer of one rank, or of one after the other, and
     the rank that it waits for may wait for this one. If it hears of the error, it

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 import vllm.envs as envs
-from vllm.distributed.graph_channels.switches import Backend
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -39,7 +38,7 @@ def let_workers_return(executor: Executor) -> None:
     Does nothing without graph channels, after a failure, with a step under way, or
     before the executor has started.
     """
-    if envs.VLLM_PCIE_ALLREDUCE_BACKEND == Backend.CPP.value:
+    if envs.VLLM_PCIE_ALLREDUCE_BACKEND == "cpp":
         return
     # An engine shuts its executor down while what ended it is raised.
     ended_by = sys.exception()
