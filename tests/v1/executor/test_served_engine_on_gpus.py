@@ -9,7 +9,7 @@ import torch
 
 from tests import gpus
 from tests.distributed.b12x_ranks import SWITCHES
-from tests.distributed.faults import SERVED, Blow, During
+from tests.distributed.faults import SERVED, Blow
 from tests.v1.executor.served_engine import READY_SECONDS, ServedEngine, demand_end
 
 pytestmark = gpus.needs_gpu
