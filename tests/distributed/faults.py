@@ -179,6 +179,7 @@ class ServedEnd(NamedTuple):
 
 _TRIGGERED = "[shutdown] API server: shutdown triggered"
 _WORKER_DIED = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
+_ENGINE_DIED = "Engine core proc EngineCore died unexpectedly"
 FIRST_ERROR = "first error, of rank 1"
 
 SERVED = {
@@ -189,6 +190,8 @@ SERVED = {
     (Blow.INTERRUPT, During.REQUEST): ServedEnd(_TRIGGERED, 0),
     (Blow.WORKER, During.IDLE): ServedEnd(_WORKER_DIED, 0),
     (Blow.WORKER, During.REQUEST): ServedEnd(_WORKER_DIED, 0),
+    (Blow.ENGINE, During.IDLE): ServedEnd(_ENGINE_DIED, 0),
+    (Blow.ENGINE, During.REQUEST): ServedEnd(_ENGINE_DIED, 0),
     (Blow.RAISES, During.REQUEST): ServedEnd(FIRST_ERROR, 0),
     (Blow.RAISES, During.PROFILING): ServedEnd(FIRST_ERROR, 1),
     (Blow.RAISES, During.CAPTURE): ServedEnd(FIRST_ERROR, 1),

@@ -181,11 +181,6 @@ class ServedEngine:
                     found.append(process)
         return found
 
-    def workers(self) -> list[psutil.Process]:
-        """The ranks' processes, in order."""
-        named = {p.cmdline()[0]: p for p in self.processes() if p.cmdline()}
-        return [named[name] for name in sorted(named) if "Worker_TP" in name]
-
     def signal(self, number: signal.Signals, *, all_processes: bool = False) -> None:
         """Send a signal to the server; or to all, as a terminal's Ctrl-C does."""
         self._shared_memory.note([self])  # type: ignore[list-item]
@@ -203,7 +198,10 @@ class ServedEngine:
                 self.signal(signal.SIGINT, all_processes=True)
             case Blow.WORKER:
                 self._shared_memory.note([self])  # type: ignore[list-item]
-                self.workers()[-1].kill()
+                self._named("Worker_TP1").kill()
+            case Blow.ENGINE:
+                self._shared_memory.note([self])  # type: ignore[list-item]
+                self._named("EngineCore").kill()
             case Blow.RAISES:
                 self.await_that(FIRST_ERROR, READY_SECONDS)
 
@@ -228,6 +226,11 @@ class ServedEngine:
     def left_in_shared_memory(self) -> list[str]:
         """The files in /dev/shm that its processes had and that are still there."""
         return self._shared_memory.left()
+
+    def _named(self, title: str) -> psutil.Process:
+        """The process whose title ends so."""
+        (found,) = (p for p in self.processes() if p.cmdline()[0].endswith(title))
+        return found
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self._port}/{path}"
