@@ -80,12 +80,13 @@ def close_graph_channels() -> None:
     """Close the channels of all groups, before the first of them is destroyed.
 
     All ranks call it, when their graphs are gone; a rank that does not come is
-    not waited for beyond the deadline.
+    not waited for beyond the deadline. What cannot be closed stays owned.
     """
     global _LEDGER
     if _LEDGER is not None:
         _LEDGER.close()
-        _LEDGER = None
+        if not _LEDGER.inventory():
+            _LEDGER = None
 '''
 
 _SWITCHES = {

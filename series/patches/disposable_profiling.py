@@ -75,13 +75,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     ),
     "vllm/v1/executor/multiproc_executor.py": (
         add_import(
-            statement="from vllm.v1.executor.lost_ranks "
-            "import end_process_if_ranks_are_lost"
+            statement="from vllm.v1.executor.lost_ranks import end_process_if_not_heard"
         ),
         insert_below(
             function="WorkerProc.worker_busy_loop",
-            statement="self.handle_output(e)",
-            code="end_process_if_ranks_are_lost()",
+            statement="logger.exception",
+            code="end_process_if_not_heard(method)",
         ),
     ),
 }

@@ -145,6 +145,78 @@ def expected(step: Step, fault: Fault) -> Row:
     return row
 
 
+class Blow(Enum):
+    """What happens to a served engine, or to one of its processes."""
+
+    STOP = "SIGTERM, `--shutdown-timeout 12`"
+    TERM = "SIGTERM"
+    INTERRUPT = "Ctrl-C"
+    WORKER = "SIGKILL of a worker"
+    ENGINE = "SIGKILL of the engine core"
+    RAISES = "exception on one rank"
+
+
+class During(Enum):
+    """What the engine does meanwhile."""
+
+    IDLE = "idle"
+    REQUEST = "request"
+    PROFILING = "profiling"
+    CAPTURE = "capture"
+
+
+class ServedEnd(NamedTuple):
+    """How a served engine ends.
+
+    Attributes:
+        first: What its log says first.
+        status: The server's exit status.
+    """
+
+    first: str
+    status: int
+
+
+_TRIGGERED = "[shutdown] API server: shutdown triggered"
+_WORKER_DIED = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
+_ENGINE_DIED = "Engine core proc EngineCore died unexpectedly"
+FIRST_ERROR = "first error, of rank 1"
+
+SERVED = {
+    (Blow.STOP, During.IDLE): ServedEnd(_TRIGGERED, 0),
+    (Blow.TERM, During.IDLE): ServedEnd(_TRIGGERED, 0),
+    (Blow.TERM, During.REQUEST): ServedEnd(_TRIGGERED, 0),
+    (Blow.INTERRUPT, During.IDLE): ServedEnd(_TRIGGERED, 0),
+    (Blow.INTERRUPT, During.REQUEST): ServedEnd(_TRIGGERED, 0),
+    (Blow.WORKER, During.IDLE): ServedEnd(_WORKER_DIED, 0),
+    (Blow.WORKER, During.REQUEST): ServedEnd(_WORKER_DIED, 0),
+    (Blow.ENGINE, During.IDLE): ServedEnd(_ENGINE_DIED, 0),
+    (Blow.ENGINE, During.REQUEST): ServedEnd(_ENGINE_DIED, 0),
+    (Blow.RAISES, During.REQUEST): ServedEnd(FIRST_ERROR, 0),
+    (Blow.RAISES, During.PROFILING): ServedEnd(FIRST_ERROR, 1),
+    (Blow.RAISES, During.CAPTURE): ServedEnd(FIRST_ERROR, 1),
+}
+
+_SERVED_INTRODUCTION = """
+## When a served engine ends
+
+`vllm serve` on two ranks. Every row leaves no process after 15 s, no file in
+/dev/shm, no error of a finalizer and none of a group that has gone. The host
+transport's rows are made to happen by `tests/v1/executor/test_served_engine.py`,
+b12x's by `test_served_engine_on_gpus.py` beside it. The exit status is vLLM's own.
+
+A worker closes its channels with the others only if it returned from its loop,
+which the executor asks idle workers for. By default the API server grants no time
+for that: it kills all processes right after SIGTERM, and channels go with them.
+After anything else a worker begins nothing collective and ends within
+VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS of being told, or of the death of the engine
+core. A rank that fails in a step that its peers may be waiting in ends two seconds
+later, and the executor ends the others.
+
+vLLM's HTTP server waits for clients that wait for an answer: the rows with a
+request are of clients that give up after five seconds.
+"""
+
 _INTRODUCTION = """\
 # When a rank fails
 
@@ -191,6 +263,12 @@ def _endings() -> Iterator[Sequence[str]]:
             yield step.value, happens, str(it), str(others)
 
 
+def _served() -> Iterator[Sequence[str]]:
+    yield "what happens", "while", "the log says first", "exit status"
+    for (blow, during), (first, status) in SERVED.items():
+        yield blow.value, during.value, first, str(status)
+
+
 def _words() -> Iterator[Sequence[str]]:
     yield "words", "meaning"
     for word, meaning in _MEANING.items():
@@ -204,7 +282,8 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 def document() -> str:
     """docs/faults.md."""
-    return _INTRODUCTION + _table(_endings()) + _table(_words())
+    ranks = _INTRODUCTION + _table(_endings()) + _table(_words())
+    return ranks + _SERVED_INTRODUCTION + _table(_served())
 
 
 if __name__ == "__main__":

@@ -150,13 +150,11 @@ class Ledger:
 
     @property
     def lost(self) -> str | None:
-        """Why nothing collective is begun any more; None if something may be.
+        """Why a peer, or its device, may never answer again; None if all came.
 
-        A rank did not come to a step in time, here or in one group, or this
-        rank gave up: a peer's device may never be idle again.
+        A rank did not come to a step in time, or this one left in the middle.
         """
-        reasons = (group.lost for group in self._groups)
-        return self._abandoned or next(filter(None, reasons), None)
+        return next(filter(None, (group.lost for group in self._groups)), None)
 
     def silence(self, owners: Iterable[Owner]) -> None:
         """Name the owners whose graphs record no collective. Local.

@@ -31,6 +31,8 @@ _OUTDATED = {
 
 _STARTUP_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 1.0
+_SHUTDOWN_SHARE = 0.2
+_LEAST_SECONDS = 0.1
 _MOST_SECONDS = 3600.0
 
 
@@ -91,8 +93,14 @@ def read_switches() -> Switches:
         dcp_tokens=_tokens("VLLM_DCP_A2A_MAX_TOKENS"),
         allow_unvalidated=_flag("VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"),
         startup_seconds=startup,
-        shutdown_seconds=min(startup, _SHUTDOWN_SECONDS),
+        shutdown_seconds=min(startup, _shutdown_seconds()),
     )
+
+
+def _shutdown_seconds() -> float:
+    """A part of what a worker has for its whole shutdown, before it is killed."""
+    granted = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS * _SHUTDOWN_SHARE
+    return max(min(_SHUTDOWN_SECONDS, granted), _LEAST_SECONDS)
 
 
 def outdated_variables() -> list[str]:

@@ -1,22 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a worker ends when its peers are lost."""
+"""How a worker's process ends by itself, when others may wait for it or be gone.
+
+Nothing is torn down then: any step could wait for the device, or for another
+rank. A device that waits for a peer hears no signal, and the executor, which
+would kill, may be gone, or wait for another rank's answer.
+"""
 
 import os
 import sys
+from threading import Timer
 
-from vllm.distributed.parallel_state import get_graph_channels
+from vllm.distributed.parallel_state import get_graph_channels, ranks_are_lost
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+# Ranks wait for each other in these, and no engine goes on after one failed.
+_STEPS = frozenset(
+    {
+        "determine_available_memory",
+        "initialize_from_config",
+        "compile_or_warm_up_model",
+        "execute_model",
+        "sample_tokens",
+        "execute_dummy_batch",
+    }
+)
+# How long the executor has to hear a rank's error before that rank ends.
+_HEARD_SECONDS = 2.0
+
+
+def end_process_if_not_heard(method: object) -> None:
+    """See to it that a worker that failed in a step ends, and its peers too. Local.
+
+    The executor waits for the answer of one rank, or of one after the other, and
+    the rank that it waits for may wait for this one. If it hears of the error, it
+    ends this process within the next seconds. Else this process does, which it
+    hears of at once; then it ends the others.
+
+    Args:
+        method: What failed: the name of a worker's method, or pickled code.
+    """
+    ledger = get_graph_channels()
+    if ledger is None or not ledger.inventory():
+        return
+    if ledger.lost is not None or method in _STEPS:
+        end_process_in(_HEARD_SECONDS)
 
 
 def end_process_if_ranks_are_lost() -> None:
-    """End a worker that has reported an error, if a peer of it is lost. Local.
+    """End a process in which a deadline was missed. Local.
 
-    A rank that is stuck in a kernel never answers the executor, which waits for
-    one answer after the other; that a process has died it hears at once, and
-    then it kills the others. Nothing is torn down here: any step could wait for
-    the device, or for the rank.
+    What missed it may still be running, and would abort the process if it
+    returned while the interpreter ends.
     """
-    ledger = get_graph_channels()
-    if ledger is not None and ledger.lost is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    if ranks_are_lost():
+        _end_process()
+
+
+def end_process_in(seconds: float) -> None:
+    """End this process, unless it has ended by then. Local."""
+    timer = Timer(seconds, _end_process)
+    timer.daemon = True  # else it would keep a process that ends by itself
+    timer.start()
+
+
+def _end_process() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

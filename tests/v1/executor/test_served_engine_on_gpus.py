@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a served engine on b12x ends: rows of docs/faults.md, and memory that is back."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from tests import gpus
+from tests.distributed.b12x_ranks import SWITCHES
+from tests.distributed.faults import SERVED, Blow
+from tests.v1.executor.served_engine import READY_SECONDS, ServedEngine, demand_end
+
+pytestmark = gpus.needs_gpu
+
+WORKERS = "tests.v1.executor.faulty_workers.FaultyGpuWorker"
+_COMPILATION = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "custom_ops": ["none"],
+    "cudagraph_capture_sizes": [1, 2, 4],
+}
+OPTIONS = (
+    *("--gpu-memory-utilization", "0.1", "--attention-backend", "TRITON_ATTN"),
+    *("--compilation-config", json.dumps(_COMPILATION)),
+)
+MIB = 1 << 20
+TOLERATED = 64 * MIB
+
+
+def _used():
+    """Bytes in use on all GPUs, without a CUDA context in this process."""
+    return sum(torch.cuda.device_memory_used(gpu) for gpu in range(gpus.GPUS))
+
+
+def _demand_back(before):
+    end = time.monotonic() + 10
+    while _used() > before + TOLERATED:
+        assert time.monotonic() < end, f"{(_used() - before) / MIB:.0f} MiB are left"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("blow", "during"),
+    [
+        pytest.param(*row, id=f"{row[0].name.lower()} in {row[1].value}")
+        for row in SERVED
+    ],
+)
+def test_it_ends_as_documented(tmp_path, blow, during):
+    # R-D1 # R-D2 # R-D4 # C20 # C21 # C23 # C40
+    before = _used()
+    demand_end(tmp_path, blow, during, WORKERS, OPTIONS, SWITCHES)
+    _demand_back(before)
+
+
+def test_memory_is_back_after_everything_was_killed(tmp_path):  # R-D4 # C49
+    before = _used()
+    environment = {**SWITCHES, "SERVING_FAULT": ""}
+    with ServedEngine(tmp_path, WORKERS, OPTIONS, environment) as engine:
+        engine.await_that(engine.ready, READY_SECONDS)
+        assert _used() > before + TOLERATED
+    _demand_back(before)  # the context kills all of its processes
+
+
+@pytest.mark.parametrize("backend", ["cpp", "b12x"])
+def test_workers_need_no_five_seconds_to_stop(tmp_path, backend):  # R-D1 # C21
+    # NCCL waited for graphs: now they are gone by then, with channels or without
+    environment = {
+        **SWITCHES,
+        "VLLM_PCIE_ALLREDUCE_BACKEND": backend,
+        "SERVING_FAULT": "",
+    }
+    options = (*OPTIONS, "--shutdown-timeout", "12")
+    with ServedEngine(tmp_path, WORKERS, options, environment) as engine:
+        engine.await_that(engine.ready, READY_SECONDS)
+        engine.strike(Blow.STOP)
+        seconds = engine.seconds_to_end(30)
+    print(f"{backend}: {seconds:.1f} s")
+    assert not engine.says("sending SIGTERM count")
