@@ -38,7 +38,10 @@ ONE_MTP = _MTP | {"num_nextn_predict_layers": 1}
 TWO_MTP = _MTP | {"num_nextn_predict_layers": 2}
 
 _DRAFT = TARGET | {"num_hidden_layers": 1}
-EAGLE3 = _DRAFT | {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+EAGLE3 = _DRAFT | {
+    "num_aux_hidden_states": 2,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}
 _QWEN = _DRAFT | {
     "model_type": "qwen3",
     "head_dim": 32,
@@ -70,7 +73,7 @@ DSPARK = _QWEN | {
 _GRAPHS = {
     "mode": 0,
     "custom_ops": ["none"],
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 12, 16],
 }
 
 

@@ -240,7 +240,11 @@ def _watched():
     return lambda: report
 
 
-DRAFT_MODEL = {"method": "draft_model", "model": "@", "num_speculative_tokens": 2}
+DRAFT_MODEL = {
+    "method": "draft_model",
+    "model": engines.LLAMA,
+    "num_speculative_tokens": 2,
+}
 
 
 @pytest.mark.parametrize("v2, draft", [(False, True), (False, False), (True, False)])
