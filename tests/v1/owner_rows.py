@@ -7,7 +7,7 @@ drafts make them, choose the same one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.engines import DEEPSEEK, LLAMA
@@ -19,8 +19,14 @@ BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 _SMALL = {"vocab_size": 64, "max_position_embeddings": 2048}
 # Three layers: drafts that read the target's hidden states take two of them.
 TARGET = LLAMA | _SMALL | {"num_hidden_layers": 3}
-# With MTP modules of its own, one or two; none of them has experts.
-_MTP = (
+# With one MTP module of its own. MiMo is Qwen2 in all that a configuration says.
+MIMO = TARGET | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "num_nextn_predict_layers": 1,
+}
+# With two of them. No layer is far enough up to have experts.
+DEEPSEEK_MTP = (
     DEEPSEEK
     | _SMALL
     | {
@@ -32,10 +38,9 @@ _MTP = (
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 2,
     }
 )
-ONE_MTP = _MTP | {"num_nextn_predict_layers": 1}
-TWO_MTP = _MTP | {"num_nextn_predict_layers": 2}
 
 _DRAFT = TARGET | {"num_hidden_layers": 1}
 EAGLE3 = _DRAFT | {
@@ -70,10 +75,12 @@ DSPARK = _QWEN | {
     "block_size": 4,
 }
 
+DRAFTED = 2  # tokens a step
+
 _GRAPHS = {
     "mode": 0,
     "custom_ops": ["none"],
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 12, 16],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
 }
 
 
@@ -88,85 +95,74 @@ class Row:
         target: The served model's ``config.json``.
         speculative: vLLM's speculative_config; its ``model`` may be a
             ``config.json`` too.
-        options: Others, for ``vllm.LLM``.
     """
 
     environment: Mapping[str, str]
     graphs: str
     owners: frozenset[str]
-    target: Mapping[str, Any] = field(default_factory=lambda: TARGET)
-    speculative: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    target: Mapping[str, Any]
+    speculative: Mapping[str, Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in float32: MLA's kernels take 16 bits only."""
+        return "kv_lora_rank" not in self.target
 
     def engine(self) -> dict[str, Any]:
         """The options of its engine, with the draft."""
-        draft = {"speculative_config": self.speculative} if self.speculative else {}
-        return {**self.undrafted(), **draft}
+        return {**self.undrafted(), "speculative_config": self.speculative}
 
     def undrafted(self) -> dict[str, Any]:
         """The options of the engine without a draft."""
         return {
-            "dtype": "float32",
+            "dtype": "float32" if self.exact else "bfloat16",
+            "attention_backend": "TRITON_ATTN" if self.exact else "TRITON_MLA",
             "compilation_config": _GRAPHS | {"cudagraph_mode": self.graphs},
-            **self.options,
         }
 
 
-def _draft(method: str, model: Mapping[str, Any] | None, steps: int) -> dict[str, Any]:
-    given = {} if model is None else {"model": model}
-    return {"method": method, "num_speculative_tokens": steps, **given}
-
-
-def _row(environment, graphs, owners, method, model, steps, target=TARGET, **options):
-    return Row(
-        environment,
-        graphs,
-        frozenset(owners),
-        target,
-        _draft(method, model, steps),
-        options,
-    )
+def _row(environment, graphs, owners, method, model=None, target=TARGET):
+    draft = {"method": method, "num_speculative_tokens": DRAFTED}
+    if model is not None:
+        draft["model"] = model
+    return Row(environment, graphs, frozenset(owners), target, draft)
 
 
 _AUTOREGRESSIVE = ("target", "draft_prefill", "draft_decode")
-_MLA = {"attention_backend": "TRITON_MLA"}
 
 ROWS = {
     "V1, EAGLE, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle", _DRAFT, 2
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle", _DRAFT
     ),
     "V1, EAGLE3, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle3", EAGLE3, 2
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle3", EAGLE3
     ),
     "V1, draft model, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "draft_model", _DRAFT, 2
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "draft_model", _DRAFT
     ),
     "V2, EAGLE, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT, 2
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT
     ),
     "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _row(
-        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3, 2
+        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3
     ),
     "V2, MTP, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", None, 2, ONE_MTP, **_MLA
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", target=MIMO
     ),
     "V2, multi-module MTP, FULL_DECODE_ONLY": _row(
         V2,
         "FULL_DECODE_ONLY",
         ("target", "multi_module_mtp"),
         "mtp",
-        None,
-        2,
-        TWO_MTP,
-        **_MLA,
+        target=DEEPSEEK_MTP,
     ),
     "V2, DFlash, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH, 3
+        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH
     ),
     "V2, DFlash2, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH2, 3
+        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH2
     ),
     "V2, DSpark, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "dspark"), "dspark", DSPARK, 3
+        V2, "FULL_DECODE_ONLY", ("target", "dspark"), "dspark", DSPARK
     ),
 }

@@ -13,17 +13,17 @@ import pytest
 
 from tests import engines, gpus
 from tests.distributed.b12x_ranks import SWITCHES
-from tests.v1.owner_rows import ROWS
+from tests.v1.owner_rows import DRAFTED, ROWS
 from vllm.distributed.graph_channels.identity import Owner
 
+STEPS = 500
 # Eight requests for four places: batches shrink as they end and grow as others
-# come. The longest takes 500 steps even if a fifth of what is drafted were right.
+# come. The longest takes these steps even if all that is drafted were right.
 WORK = engines.Work(
     [[n + 1, n + 5, n + 9][: 1 + n % 3] for n in range(8)],
-    (1000, 120, 60, 31, 200, 90, 45, 12),
+    (STEPS * (1 + DRAFTED), 120, 60, 31, 200, 90, 45, 12),
 )
-LIMITS = {"max_model_len": 1024, "work": WORK, "deadline": 400}
-STEPS = 500
+LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
 
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
@@ -34,7 +34,8 @@ def _nccl(row, options):
         row.target,
         row.environment,
         disable_custom_all_reduce=True,
-        **{"attention_backend": "TRITON_ATTN", **LIMITS, **options},
+        **LIMITS,
+        **options,
     )
 
 
@@ -60,11 +61,13 @@ def test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft(row):
         2,
         row.target,
         {**row.environment, **SWITCHES},
-        **{"attention_backend": "TRITON_ATTN", **LIMITS, **options},
+        **LIMITS,
+        **options,
     )
     assert [answer.tokens for answer in b12x] == [answer.tokens for answer in nccl]
     assert [answer.tables for answer in nccl] == [[], []]  # R-A5
-    assert [answer.tokens for answer in b12x] == _undrafted(row)
+    if row.exact:
+        assert [answer.tokens for answer in b12x] == _undrafted(row)
     assert min(answer.steps for answer in b12x) >= STEPS
 
     expected = {f"vllm:{owner}:production" for owner in row.owners}
