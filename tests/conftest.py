@@ -4,7 +4,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -54,12 +53,12 @@ def communicator(monkeypatch: pytest.MonkeyPatch) -> RecordingCommunicator:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    accelerator = SimpleNamespace(
-        synchronize=lambda: None,
-        empty_cache=lambda: None,
-        get_memory_info=lambda: (1 << 30, 1 << 31),
-    )
-    monkeypatch.setattr(torch, "accelerator", accelerator)
+    for name, given in {
+        "synchronize": None,
+        "empty_cache": None,
+        "get_memory_info": (1 << 30, 1 << 31),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda given=given: given)
     return recorder
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tests import gpus, ranks
@@ -56,9 +56,21 @@ DEEPSEEK = _DENSE | {
     "moe_layer_freq": 1,
 }
 
+
+class Work(NamedTuple):
+    """What an engine is asked for.
+
+    Attributes:
+        prompts: Token ids of each.
+        lengths: How many tokens to generate for each.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+
+
 # Of different lengths, so that batches shrink while they are decoded.
-_PROMPTS = ([1, 5, 9, 11], [7, 8], [3, 4, 5, 6, 7, 8, 9])
-_LENGTHS = (12, 30, 21)
+SHORT = Work(([1, 5, 9, 11], [7, 8], [3, 4, 5, 6, 7, 8, 9]), (12, 30, 21))
 
 
 class Answer(NamedTuple):
@@ -66,6 +78,7 @@ class Answer(NamedTuple):
 
     Attributes:
         tokens: What it generated, by prompt.
+        steps: How many steps it took.
         recorded: Launches recorded into graphs, by transport and channel.
         tables: What it logged as the table of graph channels.
         log: Every other line of vLLM's loggers at INFO and above.
@@ -73,6 +86,7 @@ class Answer(NamedTuple):
     """
 
     tokens: list[list[int]]
+    steps: int
     recorded: dict[str, dict[str, int]]
     tables: list[str]
     log: list[str]
@@ -86,6 +100,7 @@ def generate(
     *,
     deadline: float = 240,
     watch: Callable[[], Callable[[], Any]] = lambda: lambda: None,
+    work: Work = SHORT,
     **options: Any,
 ) -> list[Answer]:
     """What an engine of ``world`` tensor parallel ranks answers, by rank.
@@ -97,7 +112,8 @@ def generate(
         deadline: Seconds after which the ranks are killed.
         watch: Called on each rank before its engine is made; what it returns is
             called when the engine has answered, and gives the report.
-        options: For ``vllm.LLM``; a draft model called "@" is the model itself.
+        work: The prompts, and how many tokens of each.
+        options: For ``vllm.LLM``. A draft's model may be a ``config.json`` too.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,7 +130,7 @@ def generate(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             **environment,
         )
-        return _answer(world, model, watch(), options)
+        return _answer(world, model, watch(), work, options)
 
     return ranks.values(world, body, deadline)
 
@@ -123,6 +139,7 @@ def _answer(
     world: int,
     model: Mapping[str, Any],
     report: Callable[[], Any],
+    work: Work,
     options: dict[str, Any],
 ) -> Answer:
     from vllm import LLM, SamplingParams
@@ -131,37 +148,32 @@ def _answer(
     lines = _Lines()
     logging.getLogger("vllm").addHandler(lines)
     with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "config.json"), "w") as file:
-            json.dump(model, file)
-        draft = options.get("speculative_config")
-        if draft is not None:
-            own = {"model": folder} if draft.get("model") == "@" else {}
-            options = options | {"speculative_config": draft | own}
         engine = LLM(
-            folder,
+            _written(model, folder, "model"),
             load_format="dummy",
             skip_tokenizer_init=True,
             seed=0,
-            max_model_len=256,
             max_num_seqs=4,
             tensor_parallel_size=world,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=0.1,
-            **options,
+            **{"max_model_len": 256, **_with_draft_written(options, folder)},
         )
+        steps = _counted(engine.llm_engine, "step")
         answers = engine.generate(
-            [{"prompt_token_ids": prompt} for prompt in _PROMPTS],
+            [{"prompt_token_ids": list(prompt)} for prompt in work.prompts],
             [
                 SamplingParams(
                     max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
                 )
-                for length in _LENGTHS
+                for length in work.lengths
             ],
         )
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     return Answer(
         [list(answer.outputs[0].token_ids) for answer in answers],
+        len(steps),
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
             for usage in usages
@@ -170,6 +182,36 @@ def _answer(
         [line for line in lines.said if not line.startswith("Graph channels: ")],
         report(),
     )
+
+
+def _written(config: Mapping[str, Any], folder: str, name: str) -> str:
+    """The path of a model that consists of its configuration."""
+    path = os.path.join(folder, name)
+    os.mkdir(path)
+    with open(os.path.join(path, "config.json"), "w") as file:
+        json.dump(config, file)
+    return path
+
+
+def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
+    draft = options.get("speculative_config", {})
+    if "model" not in draft:
+        return options
+    model = _written(draft["model"], folder, "draft")
+    return options | {"speculative_config": {**draft, "model": model}}
+
+
+def _counted(engine: Any, method: str) -> list[None]:
+    """A list that gets an item with each call of a method."""
+    calls: list[None] = []
+    called = getattr(engine, method)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return called(*args, **kwargs)
+
+    setattr(engine, method, count)
+    return calls
 
 
 class _Lines(logging.Handler):

@@ -37,7 +37,7 @@ from vllm.distributed.graph_channels.identity import (
     Phase,
 )
 from vllm.distributed.graph_channels.ledger import Ledger
-from vllm.distributed.graph_channels.scope import NoScopeError
+from vllm.distributed.graph_channels.scope import NoScopeError, owner_scope
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream
 from vllm.distributed.graph_channels.together import Group, Refused
 from vllm.distributed.graph_channels.transport import CheckpointError
@@ -650,11 +650,12 @@ def test_entries_run_on_a_daemon_and_bind_the_scopes_stream():  # R-D2 # R-B2
         ledger = ledger_of(rank, transport)
         with ledger.scope(TARGET):
             stream = transport.channel(LANE, "it").stream
-            with ledger.scope(TARGET):
-                assert asked(transport) == TARGET
+            for _ in range(2):
+                with owner_scope(Owner.DRAFT):
+                    assert asked(transport) == DRAFT
         return stream, entered
 
-    assert on_two_ranks(oneshot, body) == [(9, [(9, True)])] * 2
+    assert on_two_ranks(oneshot, body) == [(9, [(9, True)] * 2)] * 2
 
 
 def test_a_missing_name_is_refused_on_both():  # R-A5 # C05

@@ -14,6 +14,7 @@ from vllm.distributed.graph_channels.identity import (
     Phase,
 )
 from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.together import Refused
 from vllm.distributed.graph_channels.transport import CheckpointError
 
 owners = st.sampled_from([ChannelId(o, p) for o in list(Owner)[:3] for p in Phase])
@@ -26,7 +27,9 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger(deadline=5, closing_deadline=5)
         self.held = {}  # by transport: the channels it should have
-        self.honoured = []  # (checkpoint, what was held then), oldest first
+        self.taken = set()  # names that graphs were captured under
+        # (checkpoint, what was held then, what was taken then), oldest first
+        self.honoured = []
         self.spent = [Ledger(deadline=5, closing_deadline=5).checkpoint()]
 
     @precondition(lambda self: len(self.held) < 3)
@@ -37,7 +40,7 @@ class Life(RuleBasedStateMachine):
             RecordingTransport(label, []), alone(label), lanes=[EagerLane.DCP]
         )
         self.held[label] = {EagerLane.DCP}
-        for _, held in self.honoured:  # it goes back to its lane with those
+        for _, held, _ in self.honoured:  # it goes back to its lane with those
             held[label] = {EagerLane.DCP}
 
     @rule(channels=st.lists(owners, min_size=1, max_size=3))
@@ -48,28 +51,34 @@ class Life(RuleBasedStateMachine):
 
     @rule(channel=owners, failing=st.booleans())
     def capture(self, channel, failing):  # R-B5
+        if channel in self.taken:  # R-A1: by graphs that were not rolled back
+            if self.held:
+                with pytest.raises(Refused), self.ledger.scope(channel):
+                    pytest.fail("entered")
+            return
         try:
             with self.ledger.scope(channel):
                 if failing:
                     raise KeyError
         except KeyError:
             assert failing
+        self.taken.add(channel)
         for held in self.held.values():
             held.add(channel)
 
     @rule()
     def checkpoint(self):
         held = {label: set(names) for label, names in self.held.items()}
-        self.honoured.append((self.ledger.checkpoint(), held))
+        self.honoured.append((self.ledger.checkpoint(), held, set(self.taken)))
 
     @precondition(lambda self: self.honoured)
     @rule(data=st.data())
     def rollback(self, data):  # R-C2
         at = data.draw(st.integers(0, len(self.honoured) - 1))
-        checkpoint, held = self.honoured[at]
+        checkpoint, held, self.taken = self.honoured[at]
         self.ledger.rollback(checkpoint)
         self.held = {label: set(names) for label, names in held.items()}
-        self.spent += [later for later, _ in self.honoured[at:]]
+        self.spent += [later for later, *_ in self.honoured[at:]]
         del self.honoured[at:]
 
     @rule(data=st.data())

@@ -13,6 +13,8 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.device_communicators import b12x_channels
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
+from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
+from vllm.distributed.graph_channels.scope import active_channel, channel_scope
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream, stream_role
 from vllm.model_executor.layers.fused_moe.runner import shared_experts
 from vllm.models.kimi_k3.nvidia import latent_moe_runner
@@ -25,6 +27,7 @@ COVERS = (
     "vllm/v1/worker/gpu_ubatch_wrapper.py",
 )
 
+TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
 SECONDS = 20
 
 
@@ -214,15 +217,18 @@ def wrapper(monkeypatch):
     return wrapper
 
 
-def test_micro_batches_are_marked_in_both_ways_to_run(wrapper):  # R-B8 # C12
+@pytest.mark.parametrize("channel_id", [None, TARGET])
+def test_micro_batches_are_marked_in_both_ways_to_run(wrapper, channel_id):
+    # R-B8 # R-B9 # C12: on their threads, in the scope of the thread that captures
     roles = []
 
     def model(*, input_ids, **others):
-        roles.append(stream_role())
+        roles.append((stream_role(), active_channel()))
         return input_ids
 
-    for run in (wrapper._run_ubatches, wrapper._capture_ubatches):
-        batches = [MicroBatch(n, wrapper.ready_barrier) for n in range(2)]
-        assert run(batches, model).tolist() == [0, 0, 1, 1]
-    assert roles == ["a micro-batch"] * 4
+    with channel_scope(channel_id):
+        for run in (wrapper._run_ubatches, wrapper._capture_ubatches):
+            batches = [MicroBatch(n, wrapper.ready_barrier) for n in range(2)]
+            assert run(batches, model).tolist() == [0, 0, 1, 1]
+    assert roles == [("a micro-batch", channel_id)] * 4
     assert stream_role() is None

@@ -19,8 +19,8 @@ MANAGERS = {
 }
 
 
-class _Anything:
-    """Gives a mock for whatever attribute a speculator reads."""
+class Anything:
+    """Gives a mock for whatever attribute is read."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -32,7 +32,7 @@ class _Anything:
 
 def speculator_of(cls):
     """A speculator without a model, with real managers that have no batch sizes."""
-    speculator = object.__new__(type(cls.__name__, (cls, _Anything), {}))
+    speculator = object.__new__(type(cls.__name__, (cls, Anything), {}))
     for attribute, manager_class in MANAGERS.items():
         manager = object.__new__(manager_class)
         manager.device = torch.device("cpu")
@@ -45,7 +45,7 @@ def speculator_of(cls):
 
 def proposer_of(cls, seen):
     """A V1 proposer whose model notes in which channel it runs."""
-    proposer = object.__new__(type(cls.__name__, (cls, _Anything), {}))
+    proposer = object.__new__(type(cls.__name__, (cls, Anything), {}))
     model = MagicMock()
     model.side_effect = lambda **inputs: seen.append(str(active_channel()))
     proposer.model = model

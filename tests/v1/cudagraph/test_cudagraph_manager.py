@@ -47,13 +47,13 @@ def _managers():
     return with_subclasses(CudaGraphManager)
 
 
-def _manager(cls, descs=()):
+def _manager(cls):
     manager = object.__new__(cls)
     manager.device = torch.device("cpu")
     manager.use_breakable_cg = False
     manager.graphs = {}
     manager.pool = None
-    manager._capture_descs = {CUDAGraphMode.FULL: list(descs)} if descs else {}
+    manager._capture_descs = {}
     return manager
 
 
@@ -80,14 +80,20 @@ def test_every_override_takes_the_name():  # R-A4 # C07
         assert "channel_id" in inspect.signature(cls.capture).parameters, cls
 
 
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize(
+    ("mode", "breakable"), [(FULL, False), (PIECEWISE, False), (PIECEWISE, True)]
+)
 def test_warm_up_and_capture_run_in_the_owners_scope(
-    communicator, monkeypatch
+    mode, breakable, communicator, monkeypatch
 ):  # R-B2 # C09
-    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=1, num_reqs=1)
+    desc = BatchExecutionDescriptor(mode, num_tokens=1, num_reqs=1)
     seen = []
 
     def create_forward_fn(desc, warmup):
-        return lambda mode: seen.append((warmup, str(active_channel())))
+        return lambda mode: seen.append((warmup, mode, str(active_channel())))
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
@@ -96,8 +102,17 @@ def test_warm_up_and_capture_run_in_the_owners_scope(
     platform = SimpleNamespace(graph_pool_handle=lambda: None)
     monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
 
-    manager = _manager(CudaGraphManager, [desc])
+    manager = _manager(CudaGraphManager)
+    manager._capture_descs = {mode: [desc]}
+    manager.use_breakable_cg = breakable
     manager.capture(create_forward_fn, channel_id=NAME)
-    assert seen == [(True, str(NAME)), (False, str(NAME))]
-    assert list(manager.graphs) == [desc]
+    # Compiled pieces are captured by the model's own wrappers, with the inputs of
+    # the warm-up; the two others get inputs of their own.
+    compiled = mode is PIECEWISE and not breakable
+    captured = CUDAGraphMode.NONE if mode is FULL else PIECEWISE
+    assert seen == [
+        (True, CUDAGraphMode.NONE, str(NAME)),
+        (compiled, captured, str(NAME)),
+    ]
+    assert list(manager.graphs) == ([desc] if mode is FULL else [])
     assert active_channel() is None

@@ -34,7 +34,7 @@ ENGINES = {
             "compilation_config": _UNCOMPILED | {"cudagraph_mode": "PIECEWISE"},
             "speculative_config": {
                 "method": "draft_model",
-                "model": "@",
+                "model": engines.LLAMA,
                 "num_speculative_tokens": 2,
             },
         },

@@ -287,7 +287,11 @@ def _taken(answer):
 def test_an_engine_with_a_draft_profiles_twenty_times_and_serves():
     # R-C2 # R-C5 # R-C6 # C13
     v1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    draft = {"method": "draft_model", "model": "@", "num_speculative_tokens": 2}
+    draft = {
+        "method": "draft_model",
+        "model": engines.LLAMA,
+        "num_speculative_tokens": 2,
+    }
     nccl = _engine(v1, disable_custom_all_reduce=True, speculative_config=draft)
     b12x = _engine(v1 | b12x_ranks.SWITCHES, watch=_watched, speculative_config=draft)
     assert [answer.tokens for answer in b12x] == [answer.tokens for answer in nccl]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from vllm.distributed.graph_channels.entry import enter_together
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
@@ -69,6 +70,7 @@ class _Snapshot:
 
     members: dict[_Member, tuple[Checkpoint[object], frozenset[ChannelId]]]
     admitted: frozenset[tuple[Group, ChannelId]]
+    taken: Mapping[ChannelId, ExitStack]
 
     def add(self, member: _Member) -> None:
         state = member.transport.checkpoint(), frozenset(member.entered)
@@ -107,6 +109,8 @@ class Ledger:
         self._members: list[_Member] = []
         # First entries that the groups agreed to, with or without a transport.
         self._admitted: set[tuple[Group, ChannelId]] = set()
+        # Names under which graphs live, by the outermost scope they were made in.
+        self._taken: dict[ChannelId, ExitStack] = {}
         self._checkpoints: Checkpoints[_Snapshot] = Checkpoints()
         self._silent: frozenset[Owner] = frozenset()
         self._abandoned: str | None = None
@@ -170,10 +174,13 @@ class Ledger:
 
         The first entry of a channel is collective and ends when all ranks are
         in and their devices idle; later ones are not, and leaving never is.
+        Later ones stand in the outermost scope of the first: a name is one
+        owner's, whose graphs live on when that scope has ended.
 
         Raises:
-            Refused: A rank passed no name though a transport is on, or could
-                not enter; on every rank, with each rank's reason.
+            Refused: A rank passed no name though a transport is on, or a name
+                that is taken, or could not enter; on every rank, with each
+                rank's reason.
         """
         return channel_scope(channel_id, self.admit)
 
@@ -209,7 +216,7 @@ class Ledger:
             RuntimeError: A capture scope is open.
         """
         self._demand_no_scope("a checkpoint")
-        snapshot = _Snapshot({}, frozenset(self._admitted))
+        snapshot = _Snapshot({}, frozenset(self._admitted), dict(self._taken))
         for member in self._members:
             snapshot.add(member)
         return self._checkpoints.take(snapshot)
@@ -243,6 +250,7 @@ class Ledger:
             self._all_groups(
                 lambda group, members: self._roll_back(group, members, snapshot, until)
             )
+            self._taken = dict(snapshot.taken)
         except BaseException as error:
             if self.lost is not None:
                 self.abandon(self.lost)
@@ -319,16 +327,33 @@ class Ledger:
         if channel_id is None:
             self._refuse_if_names_are_demanded()
             return
+        around = open_scopes()
+        outermost = around[0].members if around else members
+        self._refuse_if_taken(channel_id, outermost)
         for group in self._groups:
             self._admit_group(group, channel_id, members)
+        self._taken[channel_id] = outermost
 
     def _refuse_if_names_are_demanded(self) -> None:
-        if self.names_demanded_by is None:
+        if self.names_demanded_by is not None:
+            self._refuse_on_all_ranks(
+                f"a capture without a channel_id, with {self.names_demanded_by}; pass "
+                "graph_capture(..., channel_id=ChannelId(owner, phase))"
+            )
+
+    def _refuse_if_taken(self, channel_id: ChannelId, outermost: ExitStack) -> None:
+        """Two owners under one name would be in each other's buffers at replay."""
+        if self.names_demanded_by is None and not self._members:
             return
-        reason = (
-            f"a capture without a channel_id, with {self.names_demanded_by}; pass "
-            "graph_capture(..., channel_id=ChannelId(owner, phase))"
-        )
+        within_itself = any(scope.channel_id == channel_id for scope in open_scopes())
+        if within_itself or self._taken.get(channel_id, outermost) is not outermost:
+            self._refuse_on_all_ranks(
+                f"a second capture as {channel_id}, whose first graphs live; another "
+                "owner needs a name of its own (see Owner), and the same owner's "
+                "recapture its generation: ChannelId(owner, phase, generation=2)"
+            )
+
+    def _refuse_on_all_ranks(self, reason: str) -> NoReturn:
         for group in self._groups:
             group.agree("capture", self._until(), error=reason)
         raise ValueError(reason)

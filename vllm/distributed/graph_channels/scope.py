@@ -100,14 +100,23 @@ def owner_scope(owner: Owner) -> Iterator[None]:
 
     The V1 runner captures its drafts and its encoder inside the target's scope.
     Phase and generation are the outer scope's. Where no named scope is open, as
-    while serving, nothing happens. Usable as a decorator; may be entered any
-    number of times inside one outer scope.
+    while serving, nothing happens, nor in a scope of the owner's own, as the V2
+    runner opens for the encoder. Usable as a decorator; may be entered any number
+    of times inside one outer scope.
 
     Args:
         owner: Who captures, or warms up to capture, inside the block.
+
+    Raises:
+        ValueError: It is the target, whose scope others are inside of.
     """
+    if owner is Owner.TARGET:
+        raise ValueError(
+            "what captures inside the target's scope is not the target: it needs a "
+            "name of its own, see vllm.distributed.graph_channels.identity.Owner"
+        )
     outer = _open[-1] if _open else None
-    if outer is None or outer.channel_id is None:
+    if outer is None or outer.channel_id is None or outer.channel_id.owner is owner:
         yield
         return
     with channel_scope(replace(outer.channel_id, owner=owner), outer.admit):

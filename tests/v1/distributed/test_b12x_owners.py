@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines with drafts on b12x channels: each owner on its own, all at once.
+
+For every row of tests/v1/owner_rows.py, on a GPU, over 500 steps in which requests
+come and go: the tokens of NCCL, those of the engine without the draft, and a table
+of exactly these owners. Without a GPU, the rows themselves are looked at.
+"""
+
+import json
+import re
+
+import pytest
+
+from tests import engines, gpus
+from tests.distributed.b12x_ranks import SWITCHES
+from tests.v1.owner_rows import DRAFTED, ROWS
+from vllm.distributed.graph_channels.identity import Owner
+
+STEPS = 500
+# Eight requests for four places: batches shrink as they end and grow as others
+# come. The longest takes these steps even if all that is drafted were right.
+WORK = engines.Work(
+    [[n + 1, n + 5, n + 9][: 1 + n % 3] for n in range(8)],
+    (STEPS * (1 + DRAFTED), 120, 60, 31, 200, 90, 45, 12),
+)
+LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
+
+rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+
+
+def _nccl(row, options):
+    return engines.generate(
+        2,
+        row.target,
+        row.environment,
+        disable_custom_all_reduce=True,
+        **LIMITS,
+        **options,
+    )
+
+
+# Tokens of engines without a draft; rows share them.
+_plain: dict[str, list] = {}
+
+
+def _undrafted(row):
+    options = row.undrafted()
+    key = json.dumps([row.environment, row.target, options])
+    if key not in _plain:
+        _plain[key] = [answer.tokens for answer in _nccl(row, options)]
+    return _plain[key]
+
+
+@gpus.needs_gpu
+@rows
+def test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft(row):
+    # R-A3 # R-B4 # R-F1 # C07
+    options = row.engine()
+    nccl = _nccl(row, options)
+    b12x = engines.generate(
+        2,
+        row.target,
+        {**row.environment, **SWITCHES},
+        **LIMITS,
+        **options,
+    )
+    assert [answer.tokens for answer in b12x] == [answer.tokens for answer in nccl]
+    assert [answer.tables for answer in nccl] == [[], []]  # R-A5
+    if row.exact:
+        assert [answer.tokens for answer in b12x] == _undrafted(row)
+    assert min(answer.steps for answer in b12x) >= STEPS
+
+    expected = {f"vllm:{owner}:production" for owner in row.owners}
+    for answer in b12x:
+        (recorded,) = answer.recorded.values()
+        assert set(recorded) == expected
+    (table,) = b12x[0].tables
+    assert set(re.findall(r"vllm:\S+:production", table)) == expected
+
+
+def test_the_rows_have_all_owners_that_a_dense_draft_can_have():  # R-A3
+    seen = {Owner(owner) for row in ROWS.values() for owner in row.owners}
+    # The encoder's engine wants an image processor; context_kv has no graphs yet.
+    assert set(Owner) - seen == {Owner.ENCODER, Owner.CONTEXT_KV}

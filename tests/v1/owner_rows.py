@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runner, speculator and graph mode together: tiny engines, and their owners.
+
+All are dense and have dummy weights. They compute in float32 over a small
+vocabulary, so that the best token leads clearly and batches of other shapes, as
+drafts make them, choose the same one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.engines import DEEPSEEK, LLAMA
+
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+
+_SMALL = {"vocab_size": 64, "max_position_embeddings": 2048}
+# Three layers: drafts that read the target's hidden states take two of them.
+TARGET = LLAMA | _SMALL | {"num_hidden_layers": 3}
+# With one MTP module of its own. MiMo is Qwen2 in all that a configuration says.
+MIMO = TARGET | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "num_nextn_predict_layers": 1,
+}
+# With two of them. No layer is far enough up to have experts.
+DEEPSEEK_MTP = (
+    DEEPSEEK
+    | _SMALL
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 2,
+    }
+)
+
+_DRAFT = TARGET | {"num_hidden_layers": 1}
+EAGLE3 = _DRAFT | {
+    "num_aux_hidden_states": 2,
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}
+_QWEN = _DRAFT | {
+    "model_type": "qwen3",
+    "head_dim": 32,
+    "attention_bias": False,
+    "layer_types": ["full_attention"],
+    "sliding_window": None,
+}
+_MASKED = {"mask_token_id": 3, "target_layer_ids": [0, 1]}
+DFLASH = _QWEN | {"architectures": ["DFlashDraftModel"], "dflash_config": _MASKED}
+DFLASH2 = _QWEN | {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": _MASKED
+    | {
+        "conv_kernel_size": 3,
+        "conv_group_size": 32,
+        "selector_rank": 16,
+        "selector_top_k": 4,
+    },
+}
+DSPARK = _QWEN | {
+    "architectures": ["Qwen3DSparkModel"],
+    "dflash_config": _MASKED,
+    "target_layer_ids": [0, 1],
+    "mask_token_id": 3,
+    "markov_rank": 16,
+    "block_size": 4,
+}
+
+DRAFTED = 2  # tokens a step
+
+_GRAPHS = {
+    "mode": 0,
+    "custom_ops": ["none"],
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination.
+
+    Attributes:
+        environment: Which runner, and which kind of piecewise graphs.
+        graphs: vLLM's cudagraph_mode.
+        owners: Values of the owners whose graphs record launches.
+        target: The served model's ``config.json``.
+        speculative: vLLM's speculative_config; its ``model`` may be a
+            ``config.json`` too.
+    """
+
+    environment: Mapping[str, str]
+    graphs: str
+    owners: frozenset[str]
+    target: Mapping[str, Any]
+    speculative: Mapping[str, Any]
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in float32: MLA's kernels take 16 bits only."""
+        return "kv_lora_rank" not in self.target
+
+    def engine(self) -> dict[str, Any]:
+        """The options of its engine, with the draft."""
+        return {**self.undrafted(), "speculative_config": self.speculative}
+
+    def undrafted(self) -> dict[str, Any]:
+        """The options of the engine without a draft."""
+        return {
+            "dtype": "float32" if self.exact else "bfloat16",
+            "attention_backend": "TRITON_ATTN" if self.exact else "TRITON_MLA",
+            "compilation_config": _GRAPHS | {"cudagraph_mode": self.graphs},
+        }
+
+
+def _row(environment, graphs, owners, method, model=None, target=TARGET):
+    draft = {"method": method, "num_speculative_tokens": DRAFTED}
+    if model is not None:
+        draft["model"] = model
+    return Row(environment, graphs, frozenset(owners), target, draft)
+
+
+_AUTOREGRESSIVE = ("target", "draft_prefill", "draft_decode")
+
+ROWS = {
+    "V1, EAGLE, breakable PIECEWISE": _row(
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle", _DRAFT
+    ),
+    "V1, EAGLE3, breakable PIECEWISE": _row(
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle3", EAGLE3
+    ),
+    "V1, draft model, breakable PIECEWISE": _row(
+        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "draft_model", _DRAFT
+    ),
+    "V2, EAGLE, FULL_DECODE_ONLY": _row(
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT
+    ),
+    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _row(
+        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3
+    ),
+    "V2, MTP, FULL_DECODE_ONLY": _row(
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", target=MIMO
+    ),
+    "V2, multi-module MTP, FULL_DECODE_ONLY": _row(
+        V2,
+        "FULL_DECODE_ONLY",
+        ("target", "multi_module_mtp"),
+        "mtp",
+        target=DEEPSEEK_MTP,
+    ),
+    "V2, DFlash, FULL_DECODE_ONLY": _row(
+        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH
+    ),
+    "V2, DFlash2, FULL_DECODE_ONLY": _row(
+        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH2
+    ),
+    "V2, DSpark, FULL_DECODE_ONLY": _row(
+        V2, "FULL_DECODE_ONLY", ("target", "dspark"), "dspark", DSPARK
+    ),
+}

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where each owner's captures ran, and the test that drives them.
+
+``VLLM_LOGGING_LEVEL=ERROR python -m tests.v1.owner_table`` prints it as docs/owners.md;
+tests/v1/worker/test_owner_table.py holds the document to it, and it to the tests.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from tests.v1.distributed.test_b12x_engines import ENGINES
+from tests.v1.owner_rows import ROWS
+
+ENGINES_TEST = (
+    "tests/v1/distributed/test_b12x_engines.py::test_an_engine_gives_the_tokens_of_nccl"
+)
+ROWS_TEST = (
+    "tests/v1/distributed/test_b12x_owners.py"
+    "::test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft"
+)
+
+# What is captured by which of vLLM's methods, and the test that calls it.
+RECORDED = (
+    (
+        "V1",
+        "target",
+        "`GPUModelRunner.profile_cudagraph_memory`, `capture_model`",
+        (
+            "tests/v1/worker/test_gpu_model_runner.py"
+            "::test_v1_profile_and_production_differ"
+        ),
+    ),
+    (
+        "V1",
+        "draft: EAGLE, EAGLE3, MTP, draft model, DFlash, Gemma4",
+        "`GPUModelRunner.capture_model` down to the proposer's `dummy_run`",
+        (
+            "tests/v1/worker/test_v1_capture_loop.py"
+            "::test_a_draft_has_its_own_channel_beside_every_graph"
+        ),
+    ),
+    (
+        "V1",
+        "encoder",
+        "`EncoderCudaGraphManager.capture`",
+        (
+            "tests/v1/worker/test_encoder_runner.py"
+            "::test_on_v1_it_captures_inside_the_targets_scope"
+        ),
+    ),
+    (
+        "V1",
+        "target, breakable graphs",
+        "`BreakableCUDAGraphWrapper` in `capture_model`",
+        (
+            "tests/v1/cudagraph/test_breakable_cudagraph.py"
+            "::test_production_captures_anew_and_keeps_its_graphs"
+        ),
+    ),
+    (
+        "V1",
+        "target, DBO micro-batches",
+        "`UBatchWrapper._capture_ubatches`",
+        (
+            "tests/distributed/test_stream_roles.py"
+            "::test_micro_batches_are_marked_in_both_ways_to_run"
+        ),
+    ),
+    (
+        "V2",
+        "target, FULL, PIECEWISE and breakable PIECEWISE",
+        "`CudaGraphManager.capture`, `ModelCudaGraphManager.capture`",
+        (
+            "tests/v1/cudagraph/test_cudagraph_manager.py"
+            "::test_warm_up_and_capture_run_in_the_owners_scope"
+        ),
+    ),
+    (
+        "V2",
+        "draft_prefill, draft_decode: EAGLE, EAGLE3, MTP, Gemma4",
+        "`AutoRegressiveSpeculator.capture`",
+        (
+            "tests/v1/spec_decode/test_speculator_owners.py"
+            "::test_a_v2_speculators_graphs_are_its_own"
+        ),
+    ),
+    (
+        "V2",
+        "multi_module_mtp",
+        "`MultiModuleMTPSpeculator.capture`",
+        (
+            "tests/v1/spec_decode/test_speculator_owners.py"
+            "::test_a_v2_speculators_graphs_are_its_own"
+        ),
+    ),
+    (
+        "V2",
+        "draft_query: DFlash, DFlash2",
+        "`DFlashSpeculator.capture`",
+        (
+            "tests/v1/spec_decode/test_dflash_cudagraph_lifetime.py"
+            "::test_v2_graphs_are_captured_once_and_stay"
+        ),
+    ),
+    (
+        "V2",
+        "dspark",
+        "`DSparkSpeculator.capture`",
+        (
+            "tests/v1/spec_decode/test_dflash_cudagraph_lifetime.py"
+            "::test_v2_graphs_are_captured_once_and_stay"
+        ),
+    ),
+    (
+        "V2",
+        "encoder",
+        "`EncoderRunner.capture`",
+        (
+            "tests/v1/worker/test_encoder_runner.py"
+            "::test_on_v2_it_opens_a_scope_of_its_own"
+        ),
+    ),
+    (
+        "V2",
+        "context_kv, of a made-up speculator",
+        "`CudaGraphManager.capture`, and replays on two ranks of the host transport",
+        (
+            "tests/v1/cudagraph/test_new_owner.py"
+            "::test_its_graphs_replay_beside_others_in_any_order"
+        ),
+    ),
+)
+
+# Combinations without an engine here, and why.
+NO_ENGINE = (
+    (
+        "V1 and V2, encoder graphs",
+        "wants an image processor's files beside the model",
+    ),
+    ("V1, DBO", "wants data parallelism and experts"),
+    ("V1, Gemma4; V2, Gemma4", "its target takes images, as above"),
+    ("V1, extract_hidden_states", "silent: it records no collective, has no channel"),
+    ("V2, draft model", "vLLM 0.28.0's V2 runner refuses it"),
+    ("V2, drafts with PIECEWISE graphs alone", "silent, but for the prefill"),
+    ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
+)
+
+_SAME = "CPU, by hand: loads, drafts, and gives the tokens of no draft"
+_PACKED = (
+    "CPU, by hand: taken and built; its first forward fails, since the CPU backend "
+    "packs away a weight that it reads"
+)
+# What was seen of the rows, once, on V1's CPU runner with one rank; the CPU worker
+# captures no graphs.
+BY_HAND = {
+    "V1, EAGLE, breakable PIECEWISE": _SAME,
+    "V1, EAGLE3, breakable PIECEWISE": _SAME,
+    "V1, draft model, breakable PIECEWISE": _SAME,
+    "V2, DFlash, FULL_DECODE_ONLY": _PACKED,
+}
+
+_INTRODUCTION = """\
+# Owners of graphs
+
+<!-- Written by `VLLM_LOGGING_LEVEL=ERROR python -m tests.v1.owner_table`. -->
+
+An owner is who captures graphs; the graphs of one communicate on a channel that no
+other's use. `Owner` in `vllm/distributed/graph_channels/identity.py` lists them.
+
+## A new owner
+
+One line in `Owner`, and its name where its graphs are captured.
+
+- In a scope of its own, as V2's managers do:
+  `manager.capture(..., channel_id=ChannelId(Owner.<NAME>, Phase.PRODUCTION))`.
+- Inside another's scope, as V1's drafts do: `@owner_scope(Owner.<NAME>)` on the method
+  that warms up and captures.
+
+That is enough for a channel of its own. Name it in `vllm/v1/worker/graph_owners.py`
+too, under the configurations that have it: channels listed there are made together,
+after memory was measured, and their bytes are taken off the KV cache's. One that is
+not listed is made when its scope opens.
+
+One test: `tests/v1/cudagraph/test_new_owner.py` is the pattern. It has the owner's own
+`capture` run and asks which channel was entered.
+`tests/v1/spec_decode/test_speculator_owners.py` walks all speculators and graph
+managers, and fails for one that it does not know.
+
+## Two owners, one name
+
+Their graphs would be in each other's buffers at replay, so the second is refused when
+it captures, on every rank (`tests/v1/distributed/test_owner_isolation.py`, on the host
+transport and on b12x's pools). A name is free again once a rollback has freed its
+channel. An owner that captures anew while its first graphs live says so with
+`ChannelId(owner, phase, generation=2)`. Inner owners come again and again within one
+outer scope, once a batch size, so two of them under one name are not told apart at run
+time; a test counts them instead.
+
+## Captures on the CPU
+
+vLLM's own methods, with recorders for models, graphs and transports.
+"""
+
+_ENGINES = """
+## Whole engines
+
+Two ranks, dummy weights, b12x on channels; each is compared with the same engine on
+NCCL, and its table of channels with the owners. The first rows ran on one H200. The
+others, which also take 500 steps and are compared with the engine without a draft, were
+**not run on a GPU yet**. MLA computes in 16 bits, where tokens may be nearly equal, so
+multi-module MTP is compared with NCCL only.
+"""
+
+_MISSING = """
+No engine:
+
+| combination | why |
+|---|---|
+"""
+
+_LEFT = """
+## Known limits
+
+- Elastic expert parallelism, and models without a KV cache, never measure memory: their
+  channels are made when scopes open, and not counted.
+- A channel that is prepared before a checkpoint and captured on after it serves that
+  stream for good, also after the rollback.
+- `auxiliary_stream` marks vanish from what `torch.compile` traces; a test watches the
+  one marked model that might be compiled.
+"""
+
+
+def _engines() -> Iterator[Sequence[str]]:
+    for name, (_, _, owners) in ENGINES.items():
+        listed = ", ".join(sorted(owner.split(":")[1] for owner in owners))
+        yield name, listed, "GPU: NCCL's tokens, these owners", f"`{ENGINES_TEST}`"
+    for name, row in ROWS.items():
+        listed = ", ".join(sorted(row.owners))
+        ran = BY_HAND.get(name, "not run")
+        yield name, listed, ran, f"`{ROWS_TEST}`"
+
+
+def _table(*rows: Sequence[str]) -> str:
+    first, *others = (f"| {' | '.join(row)} |\n" for row in rows)
+    return f"{first}{'|---' * len(rows[0])}|\n{''.join(others)}"
+
+
+def document() -> str:
+    """docs/owners.md."""
+    recorded = [(*cells, f"`{test}`") for *cells, test in RECORDED]
+    missing = "".join(f"| {name} | {why} |\n" for name, why in NO_ENGINE)
+    return "".join(
+        [
+            _INTRODUCTION,
+            "\n",
+            _table(("runner", "owner", "captured by", "test"), *recorded),
+            _ENGINES,
+            "\n",
+            _table(("engine", "owners", "ran", "test"), *_engines()),
+            _MISSING,
+            missing,
+            _LEFT,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(document(), end="")
