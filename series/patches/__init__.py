@@ -7,4 +7,5 @@ ORDER = (
     "b12x_all_reduce",
     "b12x_dcp",
     "disposable_profiling",
+    "say_beforehand",
 )
