@@ -10,6 +10,7 @@ import torch
 
 from tests import gpus, ranks
 from tests.distributed import test_b12x_gate
+from tests.distributed.b12x_ranks import SWITCHES, tensor_parallel
 from tests.distributed.test_b12x_gate import Machine, decisions
 from tests.distributed.test_channel_transports import _groups
 from vllm.distributed import parallel_state
@@ -248,7 +249,8 @@ def test_the_facts_of_gpus(monkeypatch):
 
 @gpus.needs_gpu
 def test_the_verdict_on_gpus_is_what_the_engine_does(monkeypatch):  # R-F2
-    monkeypatch.setenv("VLLM_B12X_ALLOW_UNVALIDATED_DEVICE", "1")
+    for name, value in SWITCHES.items():
+        monkeypatch.setenv(name, value)
     place = trial._device
 
     def shared(rank):
@@ -260,19 +262,9 @@ def test_the_verdict_on_gpus_is_what_the_engine_does(monkeypatch):  # R-F2
     found = try_backend(Backend.B12X, 2)
 
     def body(rank, device):
-        from vllm.config import VllmConfig, set_current_vllm_config
+        with tensor_parallel(2, device) as here:
+            return here.group.device_communicator.b12x_comm is not None
 
-        config = VllmConfig()
-        config.parallel_config.tensor_parallel_size = 2
-        with set_current_vllm_config(config):
-            parallel_state.init_distributed_environment(
-                2, rank, local_rank=device.index, backend="nccl"
-            )
-            parallel_state.initialize_model_parallel(2, backend="nccl")
-            comm = parallel_state.get_tp_group().device_communicator.b12x_comm
-            parallel_state.destroy_model_parallel()
-        return comm is not None
-
-    uses = gpus.values(2, body, DEADLINE, **{BACKEND: "b12x"})
+    uses = gpus.values(2, body, DEADLINE, **SWITCHES)
     assert uses == [found.standing is Standing.USES] * 2, found.reason
     assert not torch.cuda.is_initialized()
