@@ -37,8 +37,8 @@ _RANKS_DIFFER_BELOW = 1e-5
 _START_SECONDS = 420.0
 _DEMO_SECONDS = 300.0
 _LOGS = Path("build/run")
-# The table's lines end in a number, or are its title and headings.
-_OF_A_TABLE = re.compile(r"\] (Graph channels: |  (channel|vllm:|total a rank) )")
+# A line of the table, behind what vLLM's logger puts before it.
+_OF_A_TABLE = re.compile(r"\] (Graph channels: |  (channel |vllm:|total a rank ))")
 
 # Nothing is fetched at run time. Plugins would be imported by each of the seven
 # processes, for kernels that this model has no use for.
