@@ -25,7 +25,7 @@ from series.landing import (
 from series.patch import load_series
 from series.repository import branch, demand_way_back
 from series.survey import Before, State, survey, version_of
-from series.table import table
+from series.table import page
 from series.tree import land, recover, revert
 
 _TREE = "the folder that holds vllm/, such as site-packages"
@@ -189,8 +189,8 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(options: argparse.Namespace) -> int:
-    sys.stdout.write(table(_landing(), load_series()))
+def _patches(options: argparse.Namespace) -> int:
+    sys.stdout.write(page(_landing(), load_series()))
     return 0
 
 
@@ -252,8 +252,8 @@ def _parser() -> argparse.ArgumentParser:
     export_.set_defaults(command=_export)
     export_.add_argument("folder", type=Path, help="a new or empty folder")
 
-    table_ = commands.add_parser("table", help="the README's table of touched files")
-    table_.set_defaults(command=_table)
+    patches = commands.add_parser("patches", help="docs/patches.md, from the patches")
+    patches.set_defaults(command=_patches)
     return parser
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's table: which file, by which patch, how many lines, proved where."""
+"""docs/patches.md: the patches one by one, and the files that they touch."""
 
 import ast
 import difflib
@@ -9,6 +9,40 @@ from pathlib import Path
 from series.errors import SeriesError
 from series.landing import ROOT, Landing
 from series.patch import Patch
+
+_HEAD = """\
+<!-- Written by `python -m series patches > docs/patches.md`; a test compares. -->
+# The patches, one by one
+
+Each is a module of [series/patches](../series/patches); this is its docstring, which
+is also its commit message.
+`python -m series show FILE` prints what becomes of a file of vLLM's.
+
+"""
+
+
+def page(landing: Landing, patches: Sequence[Patch]) -> str:
+    """docs/patches.md, from the patches' docstrings.
+
+    Raises:
+        SeriesError: No test claims a file that they touch.
+    """
+    chapters = [_chapter(patch) for patch in patches]
+    touched = f"## The files of vLLM that they touch\n\n{table(landing, patches)}"
+    return _HEAD + "\n".join([*chapters, touched])
+
+
+def _chapter(patch: Patch) -> str:
+    message = patch.message
+    edits = sum(len(edits) for edits in patch.edits.values())
+    return (
+        f"## {message.subject}\n\n"
+        f"`{patch.name}`: {edits} edits in {len(patch.edits)} files of vLLM, and "
+        f"{len(patch.adds)} new files.\n\n"
+        f"- **Why:** {message.why}\n"
+        f"- **Upstream:** {message.upstream}\n"
+        f"- **Drop when:** {message.drop_when}\n"
+    )
 
 
 def table(landing: Landing, patches: Sequence[Patch]) -> str:

@@ -8,4 +8,5 @@ ORDER = (
     "b12x_dcp",
     "disposable_profiling",
     "ordered_teardown",
+    "say_beforehand",
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reduce over b12x on named channels
 
-Why: Between GPUs without NVLink, b12x's one-shot all-reduce beats NCCL at the sizes
+Why: Between GPUs without NVLink, b12x's one-shot all-reduce is made for the sizes
     of decoding, but its channels have to be told apart by owner. The CUDA
     communicator gets it as its first backend, with every owner's graphs on a
     channel of their own; large tensors take NCCL. The few places that reduce on

@@ -26,11 +26,11 @@ _CHANNELS = "vllm/distributed/graph_channels"
 _COMMUNICATORS = "vllm/distributed/device_communicators"
 
 ADDS = (
-    f"{_CHANNELS}/__main__.py",
     f"{_CHANNELS}/deadline.py",
     f"{_CHANNELS}/demo.py",
     f"{_CHANNELS}/entry.py",
     f"{_CHANNELS}/ledger.py",
+    f"{_CHANNELS}/processes.py",
     f"{_CHANNELS}/switches.py",
     f"{_CHANNELS}/together.py",
     f"{_CHANNELS}/transport.py",

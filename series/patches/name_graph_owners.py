@@ -27,6 +27,7 @@ ADDS = (
     "vllm/distributed/graph_channels/__init__.py",
     "vllm/distributed/graph_channels/identity.py",
     "vllm/distributed/graph_channels/scope.py",
+    "vllm/distributed/graph_channels/trace.py",
 )
 
 _IDENTITY = "from vllm.distributed.graph_channels.identity import "

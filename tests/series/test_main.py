@@ -12,7 +12,7 @@ from series import upstream
 from series.__main__ import main
 from series.landing import RECEIPT, ROOT, compute
 from series.patch import load_series
-from series.table import covering_tests, table
+from series.table import covering_tests, page
 
 PARALLEL_STATE = "vllm/distributed/parallel_state.py"
 
@@ -144,9 +144,12 @@ def test_export_writes_a_file_a_patch(capsys, tmp_path):
     assert len(printed) == len(load_series()) == len(list((tmp_path / "out").iterdir()))
 
 
-def test_the_readme_has_the_table_of_today(landing):
-    text = (ROOT / "README.md").read_text()
-    assert table(landing, load_series()) in text
+def test_the_page_of_the_patches_is_that_of_today(landing):
+    page_ = page(landing, load_series())
+    assert (ROOT / "docs/patches.md").read_text() == page_
+    for patch in load_series():
+        for said in (patch.message.subject, patch.message.why, patch.message.drop_when):
+            assert said in page_
 
 
 def test_the_tests_cover_the_touched_files_and_no_others(landing):

@@ -174,7 +174,7 @@ def local_refusal(world: int, device: torch.device, needs: Needs) -> str | None:
     if world not in needs.world_sizes:
         sizes = ", ".join(map(str, needs.world_sizes))
         return f"b12x's {needs.pool} serves groups of {sizes} ranks, not of {world}"
-    return _package_refusal(needs) or _device_refusal(device, needs)
+    return package_refusal(needs) or _device_refusal(device, needs)
 
 
 def _refusal(
@@ -192,7 +192,8 @@ def _refusal(
         return f"a check failed: {type(failure).__name__}: {failure}"
 
 
-def _package_refusal(needs: Needs) -> str | None:
+def package_refusal(needs: Needs) -> str | None:
+    """Why b12x, as it is installed, has no such pool; None if it has."""
     try:
         found = version("b12x")
     except PackageNotFoundError:

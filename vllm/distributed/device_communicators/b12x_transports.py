@@ -9,9 +9,9 @@ from vllm.distributed.device_communicators.b12x_pcie_all_reduce import (
 )
 from vllm.distributed.device_communicators.channel_transports import (
     Communicator,
+    Place,
     asked_for,
     go_without,
-    say_in_use,
     subject,
 )
 from vllm.distributed.graph_channels.identity import EagerLane
@@ -38,24 +38,36 @@ def b12x_all_reduce(
     place = asked_for(communicator, Backend.B12X)
     if place is None:
         return None
-    ledger, switches, group, store = place
-    if not custom_all_reduce:
-        go_without(ledger, group, "custom all-reduce is switched off")
+    try:
+        if not custom_all_reduce:
+            raise b12x_gate.Unavailable("custom all-reduce is switched off")
+        return open_b12x_all_reduce(communicator, place)
+    except (Refused, b12x_gate.Unavailable) as refused:
+        go_without(place.ledger, place.group, refused)
         return None
+
+
+def open_b12x_all_reduce(communicator: Communicator, place: Place) -> B12xAllReduce:
+    """b12x's one-shot all-reduce, in its ledger's hands. All ranks call it.
+
+    Args:
+        communicator: Whose reductions it takes.
+        place: Where it is made.
+
+    Raises:
+        Refused, Unavailable: It cannot be had, on any rank.
+        RuntimeError: As of ``b12x_all_reduce``.
+    """
+    ledger, switches, group, store = place
     seat = b12x_gate.Seat(group, communicator.device, communicator.device_group, store)
     seconds = switches.startup_seconds
     off = None if switches.largest_bytes else "both cutoffs are 0"
-    try:
-        b12x_gate.admit(
-            seat, needs(switches.allow_unvalidated), subject(switches), seconds, off
-        )
-        transport = open_all_reduce(
-            seat, switches.all_reduce_bytes, switches.fused_bytes, seconds
-        )
-    except (Refused, b12x_gate.Unavailable) as refused:
-        go_without(ledger, group, refused)
-        return None
+    b12x_gate.admit(
+        seat, needs(switches.allow_unvalidated), subject(switches), seconds, off
+    )
+    transport = open_all_reduce(
+        seat, switches.all_reduce_bytes, switches.fused_bytes, seconds
+    )
     ledger.register(transport, group, lanes=(EagerLane.ALLREDUCE,))
     b12x_gate.demand(seat, "b12x's self-test", transport.self_test, seconds)
-    say_in_use(group, transport)
     return transport

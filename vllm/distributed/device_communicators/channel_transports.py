@@ -21,11 +21,11 @@ from vllm.distributed.graph_channels.ledger import Ledger
 from vllm.distributed.graph_channels.switches import (
     Backend,
     Switches,
+    check_switches,
     outdated_variables,
     read_switches,
 )
 from vllm.distributed.graph_channels.together import Group, Refused
-from vllm.distributed.graph_channels.transport import Transport
 from vllm.distributed.graph_channels.vote import Electorate
 from vllm.logger import init_logger
 
@@ -65,8 +65,7 @@ def make_ledger() -> Ledger:
     Raises:
         ValueError: A switch has a value that is refused here.
     """
-    switches = read_switches()
-    _demand_platform(switches.backend)
+    switches = check_switches()
     for note in outdated_variables():
         logger.warning_once("%s", note)
     demanded = switches.backend is not Backend.CPP
@@ -86,6 +85,21 @@ def host_all_reduce(communicator: Communicator) -> HostChannels | None:
     place = asked_for(communicator, Backend.HOST)
     if place is None:
         return None
+    try:
+        transport = open_host_all_reduce(place)
+    except Refused as refused:
+        go_without(place.ledger, place.group, refused)
+        return None
+    reduce_over(communicator)  # type: ignore[arg-type]
+    return transport
+
+
+def open_host_all_reduce(place: Place) -> HostChannels:
+    """The host transport of a group, in its ledger's hands. All ranks call it.
+
+    Raises:
+        Refused: A rank cannot; on every rank, with each rank's reason.
+    """
     ledger, switches, group, store = place
     transport, error = None, None
     try:
@@ -99,18 +113,11 @@ def host_all_reduce(communicator: Communicator) -> HostChannels | None:
         )
     except (ValueError, RuntimeError) as failure:
         error = str(failure) if switches.all_reduce_bytes else "the cutoff is 0"
-    until = monotonic() + switches.startup_seconds
-    try:
-        group.agree(subject(switches), until, error=error)
-    except Refused as refused:
-        go_without(ledger, group, refused)
-        return None
+    group.agree(subject(switches), monotonic() + switches.startup_seconds, error=error)
     assert transport is not None  # else this rank's error had been a no
     ledger.register(transport, group, lanes=(EagerLane.ALLREDUCE,))
     # From here on a peer may be compiling: as long as vLLM waits for a step.
     transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-    reduce_over(communicator)  # type: ignore[arg-type]
-    say_in_use(group, transport)
     return transport
 
 
@@ -157,32 +164,5 @@ def go_without(ledger: Ledger, group: Group, reason: object) -> None:
         logger.error("%s goes on without graph channels: %s", group.name, reason)
 
 
-def say_in_use(group: Group, transport: Transport) -> None:
-    """Say what a rank of a group communicates over."""
-    logger.info(
-        "Graph channels of %s: %s, %d ranks, %s",
-        group.name,
-        transport.label,
-        group.size,
-        ", ".join(f"{n} ({size} bytes)" for n, size in transport.inventory().items()),
-    )
-
-
 def _asked(switches: Switches) -> str:
     return f"VLLM_PCIE_ALLREDUCE_BACKEND={switches.backend.value}"
-
-
-def _demand_platform(backend: Backend) -> None:
-    # Not at the top: the platform is chosen when it is first asked for.
-    from vllm.platforms import current_platform
-
-    if backend is Backend.HOST and not current_platform.is_cpu():
-        raise ValueError(
-            "VLLM_PCIE_ALLREDUCE_BACKEND=host reduces in the memory of the host and "
-            f"needs the CPU platform, not {current_platform.device_name}; unset it"
-        )
-    if backend is Backend.B12X and not current_platform.is_cuda():
-        raise ValueError(
-            "VLLM_PCIE_ALLREDUCE_BACKEND=b12x reduces between CUDA GPUs and needs "
-            f"their platform, not {current_platform.device_name}; unset it"
-        )

@@ -15,7 +15,6 @@ from vllm.distributed.device_communicators.b12x_pcie_dcp import B12xDcp
 from vllm.distributed.device_communicators.channel_transports import (
     asked_for,
     go_without,
-    say_in_use,
 )
 from vllm.distributed.device_communicators.dcp_channels import (
     DcpChannels,
@@ -132,7 +131,6 @@ def _opened(
     if isinstance(transport, HostDcp):
         # A peer may be compiling: as long as vLLM waits for a step.
         transport.deadline = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-    say_in_use(group, transport)
     return transport
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m vllm.distributed.graph_channels``: see the channels at work."""
+"""``python -m vllm.distributed.graph_channels``: what is here, and channels at work."""
 
 import argparse
 import sys
 
-from vllm.distributed.graph_channels import demo
+from vllm.distributed.graph_channels import demo, doctor
 
 _MOST_ROUNDS = 1_000_000
 
@@ -29,8 +29,26 @@ def main(arguments: list[str] | None = None) -> int:
         default=200,
         help="how often the graphs are replayed against each other",
     )
+    show.set_defaults(command=lambda given: demo.run(given.ranks, given.rounds))
+    examine = commands.add_parser(
+        "doctor",
+        help="say which backend this machine would use, and why not the others",
+        description=doctor.__doc__,
+    )
+    examine.add_argument(
+        "--ranks",
+        type=int,
+        choices=range(1, doctor.MOST_RANKS + 1),
+        metavar="N",
+        help="the tensor parallel size in question; by default all GPUs, or 2",
+    )
+    examine.add_argument("--json", action="store_true", help="for programs")
+    examine.set_defaults(
+        command=lambda given: doctor.run(given.ranks, as_json=given.json)
+    )
     options = parser.parse_args(arguments)
-    return demo.run(options.ranks, options.rounds)
+    status: int = options.command(options)
+    return status
 
 
 def _positive(text: str) -> int:

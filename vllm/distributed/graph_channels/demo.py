@@ -7,17 +7,11 @@ threads, reduce outside any graph, and take everything down. Every sum is
 checked; what is printed is what happened.
 """
 
-import ctypes
-import multiprocessing
-import os
-import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 
 import torch
 from torch.distributed import FileStore, PrefixStore
@@ -33,6 +27,7 @@ from vllm.distributed.graph_channels.identity import (
     catalogue,
 )
 from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.processes import in_ranks
 from vllm.distributed.graph_channels.scope import owner_scope
 from vllm.distributed.graph_channels.together import Group
 from vllm.distributed.graph_channels.vote import Electorate
@@ -44,7 +39,6 @@ _INNER = (Owner.DRAFT, Owner.ENCODER)
 _OWNERS = (Owner.TARGET, *_INNER)
 _ELEMENTS = 1024
 _DEADLINE = 20.0
-_PR_SET_PDEATHSIG = 1
 _WHOLE_SECONDS = 300.0
 
 
@@ -102,10 +96,10 @@ class _Rank:
     """One rank of the demonstration."""
 
     def __init__(
-        self, rank: int, world: int, folder: str, rounds: int, report: Report
+        self, rank: int, world: int, path: str, rounds: int, report: Report
     ) -> None:
         self.rank, self.world, self.rounds = rank, world, rounds
-        store = FileStore(os.path.join(folder, "store"), world)
+        store = FileStore(path, world)
         self.transport = HostChannels(
             "host all-reduce",
             rank,
@@ -222,11 +216,13 @@ def run(world: int, rounds: int) -> int:
     print(f"{world} ranks, one process each, reducing over shared memory", flush=True)
     started = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            reports = _reports(world, rounds, folder)
+        answers = in_ranks(
+            world, lambda rank, path: _live(rank, world, path, rounds), _WHOLE_SECONDS
+        )
     except KeyboardInterrupt:
         print("interrupted; every rank was ended", file=sys.stderr)
         return 130
+    reports = [answer.value or Report(error=answer.error) for answer in answers]
     _print(reports)
     good = all(report.good for report in reports)
     seconds = time.monotonic() - started
@@ -235,52 +231,13 @@ def run(world: int, rounds: int) -> int:
     return 0 if good else 1
 
 
-def _reports(world: int, rounds: int, folder: str) -> list[Report]:
-    context = multiprocessing.get_context("fork")
-    until = time.monotonic() + _WHOLE_SECONDS
-    started = []
-    try:
-        for rank in range(world):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_work, args=(writer, rank, world, folder, rounds), daemon=True
-            )
-            process.start()
-            writer.close()
-            started.append((process, reader))
-        return [
-            _receive(reader, rank, until) for rank, (_, reader) in enumerate(started)
-        ]
-    finally:
-        # A rank that has reported has nothing left to do.
-        for process, _ in started:
-            process.kill()
-        for process, _ in started:
-            process.join()
-
-
-def _work(writer: Connection, rank: int, world: int, folder: str, rounds: int) -> None:
-    # Ctrl-C is the parent's to answer, and a rank does not outlive it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
+def _live(rank: int, world: int, path: str, rounds: int) -> Report:
     report = Report()
     try:
-        _Rank(rank, world, folder, rounds, report).live()
+        _Rank(rank, world, path, rounds, report).live()
     except Exception as error:
         report.error = f"rank {rank}: {type(error).__name__}: {error}"
-    writer.send(report)
-
-
-def _receive(reader: Connection, rank: int, until: float) -> Report:
-    try:
-        if reader.poll(max(0.0, until - time.monotonic())):
-            report = reader.recv()
-            assert isinstance(report, Report)
-            return report
-        return Report(error=f"rank {rank} gave no answer in {_WHOLE_SECONDS:g} s")
-    except EOFError:
-        return Report(error=f"rank {rank} ended before its time")
+    return report
 
 
 def _print(reports: list[Report]) -> None:

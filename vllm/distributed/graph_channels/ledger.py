@@ -22,6 +22,7 @@ from vllm.distributed.graph_channels.scope import (
     open_scopes,
 )
 from vllm.distributed.graph_channels.together import Group
+from vllm.distributed.graph_channels.trace import span
 from vllm.distributed.graph_channels.transport import (
     Checkpoint,
     Checkpoints,
@@ -142,7 +143,7 @@ class Ledger:
         self._members.append(member)  # now, to be closed even if the next step fails
         if lanes:
             group.together(
-                f"prepare {', '.join(map(str, lanes))}",
+                _preparing(lanes),
                 lambda: transport.prepare(lanes),
                 self._until(),
             )
@@ -267,12 +268,13 @@ class Ledger:
         until = time.monotonic() + self._closing_deadline
         for member in reversed(self._members if self._abandoned is None else ()):
             try:
-                member.group.together(
-                    f"close {member.transport.label}",
-                    member.transport.close,
-                    until,
-                    closing=True,
-                )
+                with span("close %s", _names(member.transport.inventory())):
+                    member.group.together(
+                        f"close {member.transport.label}",
+                        member.transport.close,
+                        until,
+                        closing=True,
+                    )
                 self._members.remove(member)
             except Exception as error:
                 self._say_kept(member, error)
@@ -409,7 +411,9 @@ class Ledger:
 
         # A rank that failed comes here while another goes on to its next owner,
         # is refused there, and comes here too.
-        group.together("roll back", free, until, insist=True)
+        made = {n for m in members for n in m.entered - snapshot.members[m][1]}
+        with span("roll back %s", _names(made)):
+            group.together("roll back", free, until, insist=True)
         self._admitted -= {
             (where, channel_id)
             for where, channel_id in self._admitted - snapshot.admitted
@@ -454,7 +458,11 @@ class Ledger:
 
 
 def _preparing(channels: Sequence[ChannelId | EagerLane]) -> str:
-    return f"prepare {', '.join(map(str, channels))}"
+    return f"prepare {_names(channels)}"
+
+
+def _names(channels: Iterable[ChannelId | EagerLane]) -> str:
+    return ", ".join(sorted(map(str, channels)))
 
 
 def admission(ledger: Ledger | None) -> Admission:

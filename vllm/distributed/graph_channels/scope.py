@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from vllm.distributed.graph_channels.identity import ChannelId, Owner
+from vllm.distributed.graph_channels.trace import span
 
 Admission = Callable[[ChannelId | None, ExitStack], None]
 """Lets transports take part in a scope: enters each on the stack, or raises."""
@@ -85,7 +86,7 @@ def channel_scope(
         admit: Whether entering is collective, and what it raises, is its matter.
     """
     depth = len(_open)
-    with ExitStack() as members:
+    with span("scope %s", channel_id), ExitStack() as members:
         admit(channel_id, members)
         _open.append(Scope(channel_id, members, admit))
         try:

@@ -103,10 +103,37 @@ def _shutdown_seconds() -> float:
     return max(min(_SHUTDOWN_SECONDS, granted), _LEAST_SECONDS)
 
 
+def check_switches() -> Switches:
+    """The switches, if they have values that can be used here. Local.
+
+    Raises:
+        ValueError: One has a value of another form, or not of this platform.
+    """
+    switches = read_switches()
+    _demand_platform(switches.backend)
+    return switches
+
+
 def outdated_variables() -> list[str]:
     """What to say of the variables of community builds that are set here."""
     there = [name for name in _OUTDATED if name in os.environ]
     return [f"{name} is not read: {_OUTDATED[name]}" for name in there]
+
+
+def _demand_platform(backend: Backend) -> None:
+    # Not at the top: the platform is chosen when it is first asked for.
+    from vllm.platforms import current_platform
+
+    if backend is Backend.HOST and not current_platform.is_cpu():
+        raise ValueError(
+            "VLLM_PCIE_ALLREDUCE_BACKEND=host reduces in the memory of the host and "
+            f"needs the CPU platform, not {current_platform.device_name}; unset it"
+        )
+    if backend is Backend.B12X and not current_platform.is_cuda():
+        raise ValueError(
+            "VLLM_PCIE_ALLREDUCE_BACKEND=b12x reduces between CUDA GPUs and needs "
+            f"their platform, not {current_platform.device_name}; unset it"
+        )
 
 
 def _backend(name: str) -> Backend:

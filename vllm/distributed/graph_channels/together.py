@@ -10,6 +10,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from vllm.distributed.graph_channels.deadline import DeadlineMissed, run_with_deadline
+from vllm.distributed.graph_channels.trace import span
 from vllm.distributed.graph_channels.vote import (
     Electorate,
     GroupClosed,
@@ -74,7 +75,8 @@ class Group:
             raise GroupClosed(self._lost)
         seconds = max(until - monotonic(), _LAST_WORD_SECONDS)
         try:
-            outcome = self._electorate.vote(subject, error, deadline=seconds)
+            with span("vote of %s: %s", self.name, subject):
+                outcome = self._electorate.vote(subject, error, deadline=seconds)
         except BaseException as failure:
             self._lost = f"{self.name}: the vote to {subject} was cut off: {failure!r}"
             raise
@@ -159,7 +161,8 @@ class Group:
     ) -> Exception | None:
         seconds = max(until - monotonic(), _LAST_WORD_SECONDS)
         try:
-            run_with_deadline(action, seconds, f"{self.name}: {subject}")
+            with span("%s: %s", self.name, subject):
+                run_with_deadline(action, seconds, f"{self.name}: {subject}")
         except Exception as failure:
             return failure
         except BaseException as interrupt:
