@@ -179,7 +179,7 @@ class ServedEnd(NamedTuple):
 
 _TRIGGERED = "[shutdown] API server: shutdown triggered"
 _WORKER_DIED = "Worker proc VllmWorker-1 died unexpectedly (exit code: -9)"
-_ENGINE_DIED = "Engine core proc EngineCore died unexpectedly"
+_ENGINE_DIED = "engine core exited unexpectedly"
 FIRST_ERROR = "first error, of rank 1"
 
 SERVED = {

@@ -5,9 +5,9 @@ The executor, the busy loop and the teardown are vLLM's; what they call writes d
 in one list what was done.
 """
 
+import ctypes
 import os
 import signal
-import time
 from collections import deque
 from contextlib import suppress
 from types import SimpleNamespace
@@ -135,14 +135,17 @@ def test_it_returns_when_it_is_asked_to(events):  # R-D4
     assert events == ["reports None", "reports None"]  # the second is the answer
 
 
-def test_a_process_that_was_not_heard_ends(monkeypatch):  # R-D2
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_process_that_is_stuck_in_native_code_ends(monkeypatch, seconds):
+    # R-D2 # R-D4
     def body(rank, store):
         monkeypatch.undo()
-        lost_ranks.end_process_in(0.2)
-        time.sleep(30)
+        lost_ranks.end_process_in(seconds)
+        # a call that keeps the interpreter's lock, so that no thread can run
+        ctypes.PyDLL(None).sleep(30)
 
     (ended,) = ranks.run(1, body, deadline=20)
-    assert ended.status == 1 and not ended.late
+    assert ended.status == -signal.SIGALRM and not ended.late
 
 
 # The teardown of a worker -----------------------------------------------------

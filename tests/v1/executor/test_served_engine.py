@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a served engine on the host transport ends: rows of docs/faults.md.
 
-A row takes a minute or two, most of it to start the engine. Three are run always,
-one for each way that workers end: by a return, alone, and by the executor.
+A row takes a minute or two, most of it to start the engine. Two are run always: a
+stop in which workers return, and a rank that fails where another rank answers.
 ``EVERY_END=1`` runs them all.
 """
 
@@ -15,11 +15,7 @@ from tests.v1.executor.served_engine import demand_end
 
 WORKERS = "tests.v1.executor.faulty_workers.FaultyCpuWorker"
 OPTIONS = ("--dtype", "float32", "--enforce-eager")
-ALWAYS = {
-    (Blow.STOP, During.IDLE),
-    (Blow.RAISES, During.REQUEST),
-    (Blow.INTERRUPT, During.REQUEST),
-}
+ALWAYS = {(Blow.STOP, During.IDLE), (Blow.RAISES, During.REQUEST)}
 LEFT = "Graph channels are left to the end of the process"
 
 _all_rows = pytest.mark.skipif(

@@ -7,8 +7,8 @@ would kill, may be gone, or wait for another rank's answer.
 """
 
 import os
+import signal
 import sys
-from threading import Timer
 
 from vllm.distributed.parallel_state import get_graph_channels, ranks_are_lost
 from vllm.logger import init_logger
@@ -28,6 +28,7 @@ _STEPS = frozenset(
 )
 # How long the executor has to hear a rank's error before that rank ends.
 _HEARD_SECONDS = 2.0
+_AT_ONCE_SECONDS = 0.01
 
 
 def end_process_if_not_heard(method: object) -> None:
@@ -55,17 +56,16 @@ def end_process_if_ranks_are_lost() -> None:
     returned while the interpreter ends.
     """
     if ranks_are_lost():
-        _end_process()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def end_process_in(seconds: float) -> None:
-    """End this process, unless it has ended by then. Local."""
-    timer = Timer(seconds, _end_process)
-    timer.daemon = True  # else it would keep a process that ends by itself
-    timer.start()
+    """End this process, unless it has ended by then. Local; the last call counts.
 
-
-def _end_process() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    By the kernel's alarm, which needs no thread and no interpreter: the process may
+    be in a native call, or in the last of its exit. A worker has no other use for it.
+    """
+    # 0 would be no alarm at all
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, _AT_ONCE_SECONDS))
