@@ -156,6 +156,10 @@ BY_HAND = {
     "V1, EAGLE3, breakable PIECEWISE": _SAME,
     "V1, draft model, breakable PIECEWISE": _SAME,
     "V2, DFlash, FULL_DECODE_ONLY": _PACKED,
+    "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
+    "V2, DSpark, FULL_DECODE_ONLY": (
+        "CPU, by hand: taken and built; V1's runner cannot draft with it"
+    ),
 }
 
 _INTRODUCTION = """\
