@@ -219,6 +219,22 @@ def test_a_fact_that_cannot_be_had_is_unknown(monkeypatch):
     assert facts["torch"].startswith(torch.__version__)
 
 
+@pytest.mark.parametrize(("free", "told"), [(1 << 20, True), (4 << 30, False)])
+def test_a_small_shared_memory_is_told_with_what_to_do(monkeypatch, free, told):
+    usage = SimpleNamespace(free=free, total=8 << 30)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    said = machine.facts()["/dev/shm"]
+    assert said.startswith(f"{free >> 20} of 8192 MiB free")
+    assert ("--shm-size=4g" in said) == told
+
+
+def test_the_facts_say_what_a_library_lacks(monkeypatch, tmp_path):
+    no_library(monkeypatch, tmp_path)
+    said = machine.facts()["host library"]
+    host_library.library.cache_clear()
+    assert said.startswith("the host transport needs the library")
+
+
 def test_the_facts_say_what_b12x_lacks(monkeypatch):
     monkeypatch.setattr(b12x_gate, "version", lambda package: "1.2.3")
     assert "b12x 1.2.3 is installed; from 1.2.4" in machine.facts()["b12x"]

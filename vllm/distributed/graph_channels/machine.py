@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine is, as far as channels depend on it. Facts, and no judgement.
+"""What this machine is, as far as channels depend on it.
 
 Everything is asked for by itself, and what cannot be had is said to be unknown:
 there may be no GPU, no b12x, or a container around us that hides things.
@@ -19,7 +19,9 @@ import torch
 from vllm.distributed.device_communicators import b12x_gate, host_library
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import needs
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
+# An engine of two ranks takes half of it.
+_SHARED_MEMORY = 1 << 30
 _RECEIPT = Path(__file__).with_name("receipt.json")
 _CGROUP = Path("/sys/fs/cgroup")
 _IOMMU_GROUPS = Path("/sys/kernel/iommu_groups")
@@ -112,7 +114,11 @@ def _iommu() -> str:
 
 def _shared_memory() -> str:
     usage = shutil.disk_usage("/dev/shm")
-    return f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
+    said = f"{usage.free // _MIB} of {usage.total // _MIB} MiB free"
+    if usage.free < _SHARED_MEMORY:
+        said += "; processes of one engine talk through it, and a container may want"
+        said += " --shm-size=4g or --ipc=host"
+    return said
 
 
 def _container() -> str:
@@ -130,7 +136,10 @@ def _limits() -> Iterator[str]:
 
 
 def _host_library() -> str:
-    host_library.library()
+    try:
+        host_library.library()
+    except RuntimeError as refusal:
+        return str(refusal)
     return "loads"
 
 
