@@ -155,6 +155,7 @@ BY_HAND = {
     "V1, EAGLE, breakable PIECEWISE": _SAME,
     "V1, EAGLE3, breakable PIECEWISE": _SAME,
     "V1, draft model, breakable PIECEWISE": _SAME,
+    "V2, MTP, FULL_DECODE_ONLY": _SAME,
     "V2, DFlash, FULL_DECODE_ONLY": _PACKED,
     "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
     "V2, DSpark, FULL_DECODE_ONLY": (
