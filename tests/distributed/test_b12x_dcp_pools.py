@@ -39,6 +39,7 @@ from vllm.distributed.device_communicators import (
 )
 from vllm.distributed.device_communicators.b12x_pcie_dcp import B12xDcp, channel_bytes
 from vllm.distributed.device_communicators.dcp_geometry import DcpGeometry
+from vllm.distributed.graph_channels import switches
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
     EagerLane,
@@ -177,7 +178,7 @@ def on_ranks(body, world=2):
 
     def rank_body(rank, store):
         os.environ["VLLM_PCIE_ALLREDUCE_BACKEND"] = "b12x"
-        channel_transports._demand_platform = lambda backend: None
+        switches._demand_platform = lambda backend: None
         pcie_oneshot._object_broadcast_device = lambda group: "cpu"
         b12x_gate.admit, b12x_pcie_dcp.open_dcp = admit, open_dcp
         torch.distributed.init_process_group(
