@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` on two ranks, to be ended in one way or another, and watched.
 
-The engine has a tiny Llama with random weights. Its ranks are those of
-``tests.v1.executor.faulty_workers``, where a fault can be put.
+The engine has a tiny Llama with random weights. A fault can be put into its ranks
+(``tests.v1.executor.faulty_steps``).
 """
 
 import json

@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.faults import SERVED, Blow, During
 from tests.v1.executor.served_engine import demand_end
 
-WORKERS = "tests.v1.executor.faulty_workers.FaultyCpuWorker"
+WORKERS = "tests.v1.executor.faulty_cpu_worker.FaultyCpuWorker"
 OPTIONS = ("--dtype", "float32", "--enforce-eager")
 ALWAYS = {(Blow.STOP, During.IDLE), (Blow.RAISES, During.REQUEST)}
 LEFT = "Graph channels are left to the end of the process"

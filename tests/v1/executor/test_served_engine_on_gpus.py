@@ -5,16 +5,16 @@ import json
 import time
 
 import pytest
-import torch
 
 from tests import gpus
 from tests.distributed.b12x_ranks import SWITCHES
 from tests.distributed.faults import SERVED, Blow
 from tests.v1.executor.served_engine import READY_SECONDS, ServedEngine, demand_end
+from verification.machine import opened
 
 pytestmark = gpus.needs_gpu
 
-WORKERS = "tests.v1.executor.faulty_workers.FaultyGpuWorker"
+WORKERS = "tests.v1.executor.faulty_gpu_worker.FaultyGpuWorker"
 _COMPILATION = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -31,7 +31,8 @@ TOLERATED = 64 * MIB
 
 def _used():
     """Bytes in use on all GPUs, without a CUDA context in this process."""
-    return sum(torch.cuda.device_memory_used(gpu) for gpu in range(gpus.GPUS))
+    with opened() as machine:
+        return sum(machine.used_bytes())
 
 
 def _demand_back(before):
