@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker with faulty steps on the CPU; its imports are for no other platform."""
+
+from tests.v1.executor.faulty_steps import FaultySteps
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class FaultyCpuWorker(FaultySteps, CPUWorker):
+    """See ``FaultySteps``."""
