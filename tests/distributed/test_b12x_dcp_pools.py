@@ -290,9 +290,11 @@ def test_tp_and_dcp_in_one_scope_are_entered_once_and_rolled_back_to_the_byte():
         for channels in list(here.ledger.inventory().values())[1:]:
             assert sorted(channels) == sorted([LANE, str(TARGET), str(DRAFT)])
             assert len(set(channels.values())) == 1
-        for channel_id in (TARGET, DRAFT, TARGET):
-            with here.ledger.scope(channel_id):
+        with here.ledger.scope(TARGET):
+            zeros(here, layers[0])
+            with here.ledger.scope(DRAFT):
                 zeros(here, layers[0])
+            zeros(here, layers[0])
         times = {name: profiled.count(str(name)) for name in PROFILES}
         assert events.count("tp rollback") == 3
         return times, entered, launches(here)
@@ -416,7 +418,7 @@ def test_a_self_test_with_wrong_results_ends_the_start():  # R-E4
 @pytest.mark.parametrize(("world", "served"), [(3, False), (6, False), (16, True)])
 def test_groups_of_other_sizes_are_refused_with_the_list(world, served, monkeypatch):
     # R-E1 # C27
-    monkeypatch.setattr(b12x_gate, "_package_refusal", lambda needs: None)
+    monkeypatch.setattr(b12x_gate, "package_refusal", lambda needs: None)
     monkeypatch.setattr(b12x_gate, "_device_refusal", lambda device, needs: None)
     needs = b12x_pcie_dcp.needs(allow_unvalidated=False)
     refusal = b12x_gate.local_refusal(world, CPU, needs)

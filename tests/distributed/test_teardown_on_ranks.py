@@ -115,11 +115,11 @@ def test_twenty_sleeps_leave_channels_as_they_are(monkeypatch):  # R-D5
         ledger = parallel_state.get_graph_channels()
         ledger.prepare([TARGET])
         seen = []
+        with ledger.scope(TARGET):
+            demand_sum(group)
         for _ in range(CYCLES):
             worker.sleep()
             worker.wake_up()
-            with ledger.scope(TARGET):
-                demand_sum(group)
             demand_sum(group)
             seen.append((ledger.inventory(), mapped_segments()))
         destroy()

@@ -69,6 +69,7 @@ class ServedEngine:
         ]
         self._environment = {
             **os.environ,
+            "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_PLUGINS": "",
             "HF_HUB_OFFLINE": "1",
