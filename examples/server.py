@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 _SHARED_MEMORY = Path("/dev/shm")
 _ANSWER_SECONDS = 60.0
@@ -21,6 +21,13 @@ _ANSWER_SECONDS = 60.0
 _STOP_SECONDS = 10.0
 _KILL_SECONDS = 15.0
 _LOG_LINES = 25
+
+
+class HasSession(Protocol):
+    """A server whose processes are all in one session."""
+
+    @property
+    def session(self) -> int: ...
 
 
 class ServerError(Exception):
@@ -156,7 +163,7 @@ class SharedMemoryWatch:
     def __init__(self) -> None:
         self._theirs: set[str] = set()
 
-    def note(self, servers: Sequence[Server]) -> None:
+    def note(self, servers: Sequence[HasSession]) -> None:
         """Remember what the servers' processes have mapped or opened now."""
         for server in servers:
             for pid in _session_members(server.session):

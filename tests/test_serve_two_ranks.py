@@ -7,7 +7,7 @@ import pytest
 
 from examples.serve_two_ranks import WrongAnswer, check_lane
 from vllm.distributed.graph_channels.identity import EagerLane
-from vllm.distributed.graph_channels.ledger import Usage
+from vllm.distributed.graph_channels.membership import Usage
 from vllm.distributed.graph_channels.report import table
 
 LANE = EagerLane.ALLREDUCE

@@ -30,6 +30,7 @@ ADDS = (
     f"{_CHANNELS}/demo.py",
     f"{_CHANNELS}/entry.py",
     f"{_CHANNELS}/ledger.py",
+    f"{_CHANNELS}/membership.py",
     f"{_CHANNELS}/processes.py",
     f"{_CHANNELS}/switches.py",
     f"{_CHANNELS}/together.py",

@@ -196,6 +196,13 @@ def test_ranks_that_vote_on_different_subjects_never_go():  # R-D6
     assert all(not o.errors for o in outcomes if o.verdict is ABANDONED)
 
 
+def test_the_error_of_a_rank_that_came_to_another_step_is_the_reason():  # R-D6
+    ends = every_end([Voter(0, 2, "prepare"), Voter(1, 2, "close", error="b")])
+    outcomes = [alike(end) for end in ends]
+    refused = [o for o in outcomes if o.verdict is NO]
+    assert refused and all(o.errors == {1: "b"} for o in refused)
+
+
 def test_three_ranks_end_alike_in_every_interleaving():  # R-D6
     ends = every_end([Voter(rank, 3) for rank in range(3)], polls=0)
     assert {alike(end).verdict for end in ends} == {GO, ABANDONED}

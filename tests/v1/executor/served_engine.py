@@ -184,7 +184,7 @@ class ServedEngine:
 
     def signal(self, number: signal.Signals, *, all_processes: bool = False) -> None:
         """Send a signal to the server; or to all, as a terminal's Ctrl-C does."""
-        self._shared_memory.note([self])  # type: ignore[list-item]
+        self._shared_memory.note([self])
         if all_processes:
             os.killpg(self.session, number)
         else:
@@ -198,10 +198,10 @@ class ServedEngine:
             case Blow.INTERRUPT:
                 self.signal(signal.SIGINT, all_processes=True)
             case Blow.WORKER:
-                self._shared_memory.note([self])  # type: ignore[list-item]
+                self._shared_memory.note([self])
                 self._named("Worker_TP1").kill()
             case Blow.ENGINE:
-                self._shared_memory.note([self])  # type: ignore[list-item]
+                self._shared_memory.note([self])
                 self._named("EngineCore").kill()
             case Blow.RAISES:
                 self.await_that(FIRST_ERROR, READY_SECONDS)

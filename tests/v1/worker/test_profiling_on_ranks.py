@@ -7,7 +7,6 @@ is an all-reduce between processes, which waits for its peer as a kernel would.
 
 import gc
 import os
-import re
 import time
 from types import SimpleNamespace
 
@@ -28,8 +27,8 @@ from vllm.v1.executor.lost_ranks import end_process_if_ranks_are_lost
 from vllm.v1.worker.graph_channels import reserves_graph_channels
 
 LIMIT = 60
-DEADLINE = 2.0  # of a vote; a kernel that waits for its peer waits longer
-KERNEL = 6.0
+DEADLINE = 3.0  # of a vote; a kernel that waits for its peer waits longer
+KERNEL = 9.0
 
 
 class Rank:
@@ -211,8 +210,7 @@ def test_a_rank_that_fails_alone_is_what_the_others_tell_of(v1_runner, when):
 
     other, failed = values(on_ranks(v1_runner, body))
     assert failed == ("first error", True, True)
-    # Also said which steps they were at, if the verdict came when both had voted.
-    assert re.search(r"refused: .*rank 1: .*RuntimeError: first error", other[0])
+    assert "refused: rank 1: RuntimeError: first error" in other[0]
     if when == "after its captures":
         assert other[1:] == (True, True)
     else:  # it was going to profile, and waits in vain to roll that back

@@ -19,7 +19,8 @@ from vllm.distributed.graph_channels.identity import (
     Owner,
     Phase,
 )
-from vllm.distributed.graph_channels.ledger import Ledger, Usage
+from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.membership import Usage
 from vllm.distributed.graph_channels.together import Group
 from vllm.distributed.graph_channels.vote import Electorate
 from vllm.v1.worker import gpu_worker

@@ -10,11 +10,15 @@ on this host; a rank that misses it is told of, not waited for.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from typing import NoReturn
 
 from vllm.distributed.graph_channels.entry import enter_together
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
+from vllm.distributed.graph_channels.membership import (
+    Member,
+    Snapshot,
+    TakenNames,
+    Usage,
+)
 from vllm.distributed.graph_channels.scope import (
     Admission,
     channel_scope,
@@ -37,48 +41,7 @@ logger = init_logger(__name__)
 _WORD_SECONDS = 1.0
 
 
-@dataclass(eq=False)
-class _Member:
-    """A transport, its group, and the channels that were captured on."""
-
-    transport: Transport
-    group: Group
-    entered: set[ChannelId] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What a transport holds on this rank, for a reader.
-
-    Attributes:
-        label: The transport's.
-        rank: This rank's number in the group.
-        ranks: The group's size.
-        channels: Bytes by channel.
-        recorded: Operations recorded into graphs, by channel.
-    """
-
-    label: str
-    rank: int
-    ranks: int
-    channels: Mapping[ChannelId | EagerLane, int]
-    recorded: Mapping[ChannelId | EagerLane, int]
-
-
-@dataclass(eq=False)
-class _Snapshot:
-    """What was there when a checkpoint was taken; or came, if it came later."""
-
-    members: dict[_Member, tuple[Checkpoint[object], frozenset[ChannelId]]]
-    admitted: frozenset[tuple[Group, ChannelId]]
-    taken: Mapping[ChannelId, ExitStack]
-
-    def add(self, member: _Member) -> None:
-        state = member.transport.checkpoint(), frozenset(member.entered)
-        self.members[member] = state
-
-
-GraphChannelsCheckpoint = Checkpoint[_Snapshot]
+GraphChannelsCheckpoint = Checkpoint[Snapshot]
 
 
 class Ledger:
@@ -107,15 +70,14 @@ class Ledger:
         self._deadline = deadline
         self._closing_deadline = closing_deadline
         self._groups: list[Group] = []
-        self._members: list[_Member] = []
+        self._members: list[Member] = []
         # First entries that the groups agreed to, with or without a transport.
         self._admitted: set[tuple[Group, ChannelId]] = set()
-        # Names under which graphs live, by the outermost scope they were made in.
-        self._taken: dict[ChannelId, ExitStack] = {}
-        self._checkpoints: Checkpoints[_Snapshot] = Checkpoints()
+        self._taken = TakenNames()
+        self._checkpoints: Checkpoints[Snapshot] = Checkpoints()
         self._silent: frozenset[Owner] = frozenset()
         self._abandoned: str | None = None
-        self._said: set[_Member] = set()
+        self._said: set[Member] = set()
 
     def add_group(self, group: Group) -> None:
         """Let a group's ranks vote on captures, before it has any transport. Local."""
@@ -139,7 +101,7 @@ class Ledger:
             return
         self.add_group(group)
         self.names_demanded_by = self._chosen_by
-        member = _Member(transport, group)
+        member = Member(transport, group)
         self._members.append(member)  # now, to be closed even if the next step fails
         if lanes:
             group.together(
@@ -190,7 +152,7 @@ class Ledger:
         listed = sorted(set(channels), key=str)
         subject = _preparing(listed)
 
-        def allocate(members: Sequence[_Member]) -> None:
+        def allocate(members: Sequence[Member]) -> None:
             for member in members:
                 member.transport.prepare(listed)
 
@@ -217,7 +179,7 @@ class Ledger:
             RuntimeError: A capture scope is open.
         """
         self._demand_no_scope("a checkpoint")
-        snapshot = _Snapshot({}, frozenset(self._admitted), dict(self._taken))
+        snapshot = Snapshot({}, frozenset(self._admitted), self._taken.noted())
         for member in self._members:
             snapshot.add(member)
         return self._checkpoints.take(snapshot)
@@ -251,7 +213,7 @@ class Ledger:
             self._all_groups(
                 lambda group, members: self._roll_back(group, members, snapshot, until)
             )
-            self._taken = dict(snapshot.taken)
+            self._taken.restore(snapshot.taken)
         except BaseException as error:
             if self.lost is not None:
                 self.abandon(self.lost)
@@ -327,38 +289,23 @@ class Ledger:
         if self._abandoned is not None:
             raise GroupClosed(f"no capture begins any more: {self._abandoned}")
         if channel_id is None:
-            self._refuse_if_names_are_demanded()
+            if self.names_demanded_by is not None:
+                self._refuse_on_all_ranks(
+                    f"a capture without a channel_id, with {self.names_demanded_by}; "
+                    "pass graph_capture(..., channel_id=ChannelId(owner, phase))"
+                )
             return
-        around = open_scopes()
-        outermost = around[0].members if around else members
-        self._refuse_if_taken(channel_id, outermost)
+        if self.names_demanded_by is not None or self._members:
+            self._refuse_on_all_ranks(self._taken.refusal(channel_id, members))
         for group in self._groups:
             self._admit_group(group, channel_id, members)
-        self._taken[channel_id] = outermost
+        self._taken.take(channel_id, members)
 
-    def _refuse_if_names_are_demanded(self) -> None:
-        if self.names_demanded_by is not None:
-            self._refuse_on_all_ranks(
-                f"a capture without a channel_id, with {self.names_demanded_by}; pass "
-                "graph_capture(..., channel_id=ChannelId(owner, phase))"
-            )
-
-    def _refuse_if_taken(self, channel_id: ChannelId, outermost: ExitStack) -> None:
-        """Two owners under one name would be in each other's buffers at replay."""
-        if self.names_demanded_by is None and not self._members:
-            return
-        within_itself = any(scope.channel_id == channel_id for scope in open_scopes())
-        if within_itself or self._taken.get(channel_id, outermost) is not outermost:
-            self._refuse_on_all_ranks(
-                f"a second capture as {channel_id}, whose first graphs live; another "
-                "owner needs a name of its own (see Owner), and the same owner's "
-                "recapture its generation: ChannelId(owner, phase, generation=2)"
-            )
-
-    def _refuse_on_all_ranks(self, reason: str) -> NoReturn:
-        for group in self._groups:
-            group.agree("capture", self._until(), error=reason)
-        raise ValueError(reason)
+    def _refuse_on_all_ranks(self, reason: str | None) -> None:
+        if reason is not None:
+            for group in self._groups:
+                group.agree("capture", self._until(), error=reason)
+            raise ValueError(reason)
 
     def _admit_group(
         self, group: Group, channel_id: ChannelId, members: ExitStack
@@ -378,7 +325,7 @@ class Ledger:
         self,
         group: Group,
         channel_id: ChannelId,
-        fresh: Sequence[_Member],
+        fresh: Sequence[Member],
         members: ExitStack,
     ) -> None:
         prepared = all(channel_id in m.transport.inventory() for m in fresh)
@@ -399,8 +346,8 @@ class Ledger:
     def _roll_back(
         self,
         group: Group,
-        members: Sequence[_Member],
-        snapshot: _Snapshot,
+        members: Sequence[Member],
+        snapshot: Snapshot,
         until: float,
     ) -> None:
         def free() -> None:
@@ -422,7 +369,7 @@ class Ledger:
         for member in members:
             member.entered = set(snapshot.members[member][1])
 
-    def _all_groups(self, act: Callable[[Group, Sequence[_Member]], None]) -> None:
+    def _all_groups(self, act: Callable[[Group, Sequence[Member]], None]) -> None:
         """Act in each group that has transports, whatever becomes of the others."""
         errors = []
         for group in self._groups:
@@ -437,7 +384,7 @@ class Ledger:
                 errors[0].add_note(str(other))
             raise errors[0]
 
-    def _members_of(self, group: Group) -> list[_Member]:
+    def _members_of(self, group: Group) -> list[Member]:
         return [member for member in self._members if member.group is group]
 
     def _until(self) -> float:
@@ -447,7 +394,7 @@ class Ledger:
         if any(scope.admit == self.admit for scope in open_scopes()):
             raise RuntimeError(f"{what} inside a capture scope; leave the scope first")
 
-    def _say_kept(self, member: _Member, error: Exception) -> None:
+    def _say_kept(self, member: Member, error: Exception) -> None:
         if member not in self._said:
             self._said.add(member)
             logger.error(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from vllm.distributed import parallel_state
 from vllm.distributed.graph_channels.identity import ChannelId
-from vllm.distributed.graph_channels.ledger import Usage
+from vllm.distributed.graph_channels.membership import Usage
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)

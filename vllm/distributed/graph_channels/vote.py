@@ -291,14 +291,12 @@ class Electorate:
         a ruling names them, and every rank reads just those.
         """
         ballots = {rank: self._ballot(number, rank) for rank in voted}
-        subjects = {ballot.subject for ballot in ballots.values()} - {None}
-        said: dict[int, list[str]] = {rank: [] for rank in ballots}
-        for rank, ballot in ballots.items():
-            if len(subjects) > 1 and ballot.subject is not None:
-                said[rank].append(f"voted on {ballot.subject!r}")
-            if ballot.error is not None:
-                said[rank].append(ballot.error)
-        return {rank: "; ".join(words) for rank, words in said.items() if words}
+        said = {rank: b.error for rank, b in ballots.items() if b.error is not None}
+        # One that failed may have failed on its way here: that is the reason then.
+        well = {rank: b.subject for rank, b in ballots.items() if rank not in said}
+        if len(set(well.values())) > 1:
+            said |= {rank: f"voted on {subject!r}" for rank, subject in well.items()}
+        return dict(sorted(said.items()))
 
     def _ballot(self, number: int, rank: int) -> _Ballot:
         try:
