@@ -412,6 +412,11 @@ def _names(channels: Iterable[ChannelId | EagerLane]) -> str:
     return ", ".join(sorted(map(str, channels)))
 
 
+def with_transports(ledger: Ledger | None) -> Ledger | None:
+    """The ledger, if it has a transport: else there is nothing to be done. Local."""
+    return ledger if ledger is not None and ledger.inventory() else None
+
+
 def admission(ledger: Ledger | None) -> Admission:
     """How transports take part in a scope, with or without a ledger."""
     return no_transports if ledger is None else ledger.admit

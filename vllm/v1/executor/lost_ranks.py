@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from vllm.distributed.graph_channels.ledger import with_transports
 from vllm.distributed.parallel_state import get_graph_channels, ranks_are_lost
 from vllm.logger import init_logger
 
@@ -42,10 +43,8 @@ def end_process_if_not_heard(method: object) -> None:
     Args:
         method: What failed: the name of a worker's method, or pickled code.
     """
-    ledger = get_graph_channels()
-    if ledger is None or not ledger.inventory():
-        return
-    if ledger.lost is not None or method in _STEPS:
+    ledger = with_transports(get_graph_channels())
+    if ledger is not None and (ledger.lost is not None or method in _STEPS):
         end_process_in(_HEARD_SECONDS)
 
 

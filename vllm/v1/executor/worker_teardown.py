@@ -4,7 +4,7 @@
 import sys
 
 import vllm.envs as envs
-from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.ledger import with_transports
 from vllm.distributed.parallel_state import (
     abandon_graph_channels,
     get_graph_channels,
@@ -20,7 +20,7 @@ def limit_teardown() -> None:
     From now on, whatever it does: its loop may be in a step that never ends, and
     the executor, which would kill it, may be dead.
     """
-    if _ledger_with_transports() is not None:
+    if with_transports(get_graph_channels()) is not None:
         end_process_in(float(envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS))
 
 
@@ -35,7 +35,7 @@ def begin_teardown(*, in_order: bool) -> None:
             the death of the executor, peers may be anywhere, so nothing
             collective is begun.
     """
-    if _ledger_with_transports() is None:
+    if with_transports(get_graph_channels()) is None:
         return
     end_process_if_ranks_are_lost()
     limit_teardown()
@@ -62,8 +62,3 @@ def begin_teardown_in_process() -> bool:
     if failure is not None:
         abandon_graph_channels(f"the engine ends with {failure!r}")
     return not ranks_are_lost()
-
-
-def _ledger_with_transports() -> Ledger | None:
-    ledger = get_graph_channels()
-    return ledger if ledger is not None and ledger.inventory() else None

@@ -23,7 +23,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.graph_channels.identity import ChannelId, Phase, catalogue
-from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.ledger import Ledger, with_transports
 from vllm.distributed.parallel_state import get_graph_channels, get_pp_group
 from vllm.logger import init_logger
 from vllm.model_executor.models.interfaces import supports_encoder_cudagraph
@@ -55,7 +55,7 @@ class DisposableCapture:
         self._runner = runner
         # An exception that the caller is handling is not the capture's.
         self._of_the_caller = sys.exception()
-        self._ledger = _ledger_with_transports()
+        self._ledger = with_transports(get_graph_channels())
         if self._ledger is not None:
             self._checkpoint = self._ledger.checkpoint()
 
@@ -120,7 +120,7 @@ def reserves_graph_channels(
 
     @wraps(determine)
     def determine_and_reserve(worker: "Worker") -> int:
-        ledger = _ledger_with_transports()
+        ledger = with_transports(get_graph_channels())
         if ledger is None:
             return determine(worker)
         try:
@@ -133,11 +133,6 @@ def reserves_graph_channels(
         return available - _say_reserved(channels, available)
 
     return determine_and_reserve
-
-
-def _ledger_with_transports() -> Ledger | None:
-    ledger = get_graph_channels()
-    return ledger if ledger is not None and ledger.inventory() else None
 
 
 def _owners(runner: Any, *, v2_runner: bool) -> GraphOwners:
