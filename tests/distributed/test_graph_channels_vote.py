@@ -113,6 +113,7 @@ class Voter:
     size: int
     subject: str = "step"
     error: str | None = None
+    waits: bool = True
 
 
 @cache
@@ -128,7 +129,8 @@ def after(voter, heard):
     ):
         try:
             elector = Electorate(script, voter.rank, voter.size, "g")
-            return elector.vote(voter.subject, voter.error, deadline=1)
+            cast = elector.vote if voter.waits else elector.refuse
+            return cast(voter.subject, voter.error, deadline=1)
         except Pause as pause:
             return pause.args[0]
 
@@ -196,11 +198,16 @@ def test_ranks_that_vote_on_different_subjects_never_go():  # R-D6
     assert all(not o.errors for o in outcomes if o.verdict is ABANDONED)
 
 
-def test_the_error_of_a_rank_that_came_to_another_step_is_the_reason():  # R-D6
-    ends = every_end([Voter(0, 2, "prepare"), Voter(1, 2, "close", error="b")])
-    outcomes = [alike(end) for end in ends]
-    refused = [o for o in outcomes if o.verdict is NO]
-    assert refused and all(o.errors == {1: "b"} for o in refused)
+def test_the_error_of_one_who_refuses_is_the_only_reason():  # R-D6
+    refusing = Voter(1, 2, "another step", "b", waits=False)
+    outcomes = [alike(end) for end in every_end([Voter(0, 2, "step"), refusing])]
+    assert {o.verdict for o in outcomes} == {NO, ABANDONED}
+    assert all(o.errors == {1: "b"} for o in outcomes if o.verdict is NO)
+
+
+def test_a_vote_without_a_subject_is_refused():  # R-G2
+    with pytest.raises(ValueError, match="needs a subject"):
+        Electorate(MemoryStore(), 0, 2, "tp:0").vote("", deadline=AMPLE)
 
 
 def test_three_ranks_end_alike_in_every_interleaving():  # R-D6

@@ -93,7 +93,7 @@ class Outcome:
 
 
 class _Ballot(NamedTuple):
-    """One rank's vote; its subject is None if it could not be read."""
+    """One rank's vote; one that refuses has no subject, nor has what is malformed."""
 
     voter: bytes
     subject: str | None
@@ -108,7 +108,9 @@ class _Ballot(NamedTuple):
     def unpack(cls, stored: bytes) -> Self:
         voter, erring, m, n, subject, error = _fields(_BALLOT, stored)
         said = error[:n].decode() if erring else None
-        ballot = cls(voter, subject[:m].decode(), said)
+        ballot = cls(voter, subject[:m].decode() or None, said)
+        if ballot.subject is ballot.error is None:
+            raise ValueError("neither a subject nor an error")
         _demand_canonical(ballot.pack(), stored)
         return ballot
 
@@ -187,22 +189,25 @@ class Electorate:
             it abandoned on this rank.
 
         Raises:
-            ValueError: No such deadline is possible; nothing was cast.
+            ValueError: No such deadline is possible, or there is no subject; nothing
+                was cast.
             GroupClosed: An earlier vote was abandoned, interrupted or has not
                 ended, or somebody else voted in this rank's place.
             KeyboardInterrupt, SystemExit: At once, and this rank votes no more.
                 Its ballot stays: the others may see ``GO``, and miss it then.
         """
+        if not subject:
+            raise ValueError(f"{self._name}: a vote needs a subject")
         return self._vote(subject, error, deadline, waits=True)
 
     def refuse(self, subject: str, error: str, *, deadline: float) -> Outcome:
         """Vote against, in place of ``vote``, and wait for no other rank.
 
-        Whoever comes to the vote is refused, with this error, and need not wait
-        for this rank. Others' errors may be missing from the outcome.
+        Whoever comes to the vote, on whatever subject, is refused, with this error,
+        and need not wait for this rank. Others' errors may be missing from the outcome.
 
         Args:
-            subject: What the others are about to do.
+            subject: What this rank does not come to; said here, not to the others.
             error: Why this rank cannot.
             deadline: How many seconds the store may take.
 
@@ -233,7 +238,7 @@ class Electorate:
         left = Event()
 
         def settle() -> Outcome:
-            self._cast(number, subject, error)
+            self._cast(number, subject if waits else None, error)
             if waits:
                 self._await(number, until, left)
             ruling = self._rule(number, left, waits)
@@ -248,13 +253,14 @@ class Electorate:
         finally:
             left.set()
 
-    def _cast(self, number: int, subject: str, error: str | None) -> None:
+    def _cast(self, number: int, subject: str | None, error: str | None) -> None:
+        step = None if subject is None else _fit(subject, _SUBJECT_BYTES)
         said = None if error is None else _fit(error, _ERROR_BYTES)
-        cast = _Ballot(self._voter, _fit(subject, _SUBJECT_BYTES), said).pack()
+        cast = _Ballot(self._voter, step, said).pack()
         key = self._key(number, self.rank)
         if self._store.compare_set(key, "", cast) != cast.encode():
             raise GroupClosed(
-                f"{self._name}: {subject}: another has voted as rank {self.rank}; "
+                f"{self._name}: another has voted as rank {self.rank}; "
                 f"give each group its own name, and each process its own rank"
             )
 
@@ -291,12 +297,14 @@ class Electorate:
         a ruling names them, and every rank reads just those.
         """
         ballots = {rank: self._ballot(number, rank) for rank in voted}
-        said = {rank: b.error for rank, b in ballots.items() if b.error is not None}
-        # One that failed may have failed on its way here: that is the reason then.
-        well = {rank: b.subject for rank, b in ballots.items() if rank not in said}
-        if len(set(well.values())) > 1:
-            said |= {rank: f"voted on {subject!r}" for rank, subject in well.items()}
-        return dict(sorted(said.items()))
+        subjects = {ballot.subject for ballot in ballots.values()} - {None}
+        said: dict[int, list[str]] = {rank: [] for rank in ballots}
+        for rank, ballot in ballots.items():
+            if len(subjects) > 1 and ballot.subject is not None:
+                said[rank].append(f"voted on {ballot.subject!r}")
+            if ballot.error is not None:
+                said[rank].append(ballot.error)
+        return {rank: "; ".join(words) for rank, words in said.items() if words}
 
     def _ballot(self, number: int, rank: int) -> _Ballot:
         try:
