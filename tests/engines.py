@@ -146,7 +146,9 @@ def _answer(
     from vllm.distributed import parallel_state
 
     lines = _Lines()
-    logging.getLogger("vllm").addHandler(lines)
+    logger = logging.getLogger("vllm")
+    logger.addHandler(lines)
+    logger.setLevel(lines.level)  # whatever VLLM_LOGGING_LEVEL says
     with tempfile.TemporaryDirectory() as folder:
         engine = LLM(
             _written(model, folder, "model"),
