@@ -63,10 +63,12 @@ class Work(NamedTuple):
     Attributes:
         prompts: Token ids of each.
         lengths: How many tokens to generate for each.
+        steps: After how many steps it stops, whatever is done by then.
     """
 
     prompts: Sequence[Sequence[int]]
     lengths: Sequence[int]
+    steps: int = 10_000
 
 
 # Of different lengths, so that batches shrink while they are decoded.
@@ -142,7 +144,7 @@ def _answer(
     work: Work,
     options: dict[str, Any],
 ) -> Answer:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed import parallel_state
 
     lines = _Lines()
@@ -161,21 +163,12 @@ def _answer(
             gpu_memory_utilization=0.1,
             **{"max_model_len": 256, **_with_draft_written(options, folder)},
         )
-        steps = _counted(engine.llm_engine, "step")
-        answers = engine.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in work.prompts],
-            [
-                SamplingParams(
-                    max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
-                )
-                for length in work.lengths
-            ],
-        )
+        tokens, steps = _decoded(engine.llm_engine, work)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     return Answer(
-        [list(answer.outputs[0].token_ids) for answer in answers],
-        len(steps),
+        tokens,
+        steps,
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
             for usage in usages
@@ -203,17 +196,25 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return options | {"speculative_config": {**draft, "model": model}}
 
 
-def _counted(engine: Any, method: str) -> list[None]:
-    """A list that gets an item with each call of a method."""
-    calls: list[None] = []
-    called = getattr(engine, method)
+def _decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
+    """What an engine makes of its work, and in how many steps."""
+    from vllm import SamplingParams
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        return called(*args, **kwargs)
-
-    setattr(engine, method, count)
-    return calls
+    for n, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+        engine.add_request(
+            str(n),
+            {"prompt_token_ids": list(prompt)},
+            SamplingParams(
+                max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
+            ),
+        )
+    tokens: list[list[int]] = [[] for _ in work.prompts]
+    steps = 0
+    while engine.has_unfinished_requests() and steps < work.steps:
+        for output in engine.step():
+            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+        steps += 1
+    return tokens, steps
 
 
 class _Lines(logging.Handler):

@@ -17,11 +17,12 @@ from tests.v1.owner_rows import DRAFTED, ROWS
 from vllm.distributed.graph_channels.identity import Owner
 
 STEPS = 500
-# Eight requests for four places: batches shrink as they end and grow as others
-# come. The longest takes these steps even if all that is drafted were right.
+# More requests than places, of all lengths: batches shrink as some end and grow as
+# others come. The first lasts all steps, even if all that is drafted were right.
 WORK = engines.Work(
-    [[n + 1, n + 5, n + 9][: 1 + n % 3] for n in range(8)],
-    (STEPS * (1 + DRAFTED), 120, 60, 31, 200, 90, 45, 12),
+    [[n + 1, n + 5, n + 9][: 1 + n % 3] for n in range(16)],
+    (STEPS * (1 + DRAFTED), *(20 + 53 * n % 130 for n in range(15))),
+    STEPS,
 )
 LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
 
@@ -67,8 +68,12 @@ def test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft(row):
     assert [answer.tokens for answer in b12x] == [answer.tokens for answer in nccl]
     assert [answer.tables for answer in nccl] == [[], []]  # R-A5
     if row.exact:
-        assert [answer.tokens for answer in b12x] == _undrafted(row)
-    assert min(answer.steps for answer in b12x) >= STEPS
+        for answer, plain in zip(b12x, _undrafted(row), strict=True):
+            for drafted, tokens in zip(answer.tokens, plain, strict=True):
+                # a draft gets further in as many steps
+                assert drafted[: len(tokens)] == tokens
+                assert tokens
+    assert [answer.steps for answer in b12x] == [STEPS, STEPS]
 
     expected = {f"vllm:{owner}:production" for owner in row.owners}
     for answer in b12x:
