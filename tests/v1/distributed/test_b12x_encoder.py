@@ -30,7 +30,7 @@ OPTIONS = {
         [[9, model.IMAGE, 10]] * len(LENGTHS), LENGTHS, model.images(len(LENGTHS))
     ),
     "tokenizer": model.TOKENIZER,
-    "weights": 0.5,
+    "weights": 1.0,
     "dtype": "float32",
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {
