@@ -5,6 +5,7 @@ They use vLLM's external launcher: each rank runs an engine of its own in one
 process, and the ranks of one test are all that there is to clean up.
 """
 
+import functools
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from PIL.Image import Image
 
 from tests import gpus, ranks
 
@@ -64,11 +67,23 @@ class Work(NamedTuple):
         prompts: Token ids of each.
         lengths: How many tokens to generate for each.
         steps: After how many steps it stops, whatever is done by then.
+        images: One for each prompt, or none at all.
     """
 
     prompts: Sequence[Sequence[int]]
     lengths: Sequence[int]
     steps: int = 10_000
+    images: Sequence[Image] = ()
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The prompts as vLLM takes them."""
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in self.prompts]
+        if not self.images:
+            return requests
+        return [
+            request | {"multi_modal_data": {"image": image}}
+            for request, image in zip(requests, self.images, strict=True)
+        ]
 
 
 # Of different lengths, so that batches shrink while they are decoded.
@@ -103,6 +118,8 @@ def generate(
     deadline: float = 240,
     watch: Callable[[], Callable[[], Any]] = lambda: lambda: None,
     work: Work = SHORT,
+    tokenizer: Mapping[str, Any] | None = None,
+    weights: float = 1e-3,
     **options: Any,
 ) -> list[Answer]:
     """What an engine of ``world`` tensor parallel ranks answers, by rank.
@@ -115,6 +132,9 @@ def generate(
         watch: Called on each rank before its engine is made; what it returns is
             called when the engine has answered, and gives the report.
         work: The prompts, and how many tokens of each.
+        tokenizer: The model's ``tokenizer.json``, which one that takes images wants.
+        weights: How far from 0 they may be. As small as vLLM has them, what a layer
+            adds to its input is lost in rounding.
         options: For ``vllm.LLM``. A draft's model may be a ``config.json`` too.
     """
     with socket.socket() as probe:
@@ -132,14 +152,18 @@ def generate(
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             **environment,
         )
-        return _answer(world, model, watch(), work, options)
+        files = {"config.json": model}
+        if tokenizer is not None:
+            files["tokenizer.json"] = tokenizer
+        _spread_dummy_weights(weights)
+        return _answer(world, files, watch(), work, options)
 
     return ranks.values(world, body, deadline)
 
 
 def _answer(
     world: int,
-    model: Mapping[str, Any],
+    files: Mapping[str, Any],
     report: Callable[[], Any],
     work: Work,
     options: dict[str, Any],
@@ -153,9 +177,9 @@ def _answer(
     logger.setLevel(lines.level)  # whatever VLLM_LOGGING_LEVEL says
     with tempfile.TemporaryDirectory() as folder:
         engine = LLM(
-            _written(model, folder, "model"),
+            _written(files, folder, "model"),
             load_format="dummy",
-            skip_tokenizer_init=True,
+            skip_tokenizer_init="tokenizer.json" not in files,
             seed=0,
             max_num_seqs=4,
             tensor_parallel_size=world,
@@ -179,12 +203,22 @@ def _answer(
     )
 
 
-def _written(config: Mapping[str, Any], folder: str, name: str) -> str:
-    """The path of a model that consists of its configuration."""
+def _spread_dummy_weights(limit: float) -> None:
+    """Have this process make dummy weights between ``-limit`` and ``limit``."""
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    dummy_loader.initialize_dummy_weights = functools.partial(
+        weight_utils.initialize_dummy_weights, low=-limit, high=limit
+    )
+
+
+def _written(files: Mapping[str, Any], folder: str, name: str) -> str:
+    """The path of a model that consists of these files, each of JSON."""
     path = os.path.join(folder, name)
     os.mkdir(path)
-    with open(os.path.join(path, "config.json"), "w") as file:
-        json.dump(config, file)
+    for file_name, content in files.items():
+        with open(os.path.join(path, file_name), "w") as file:
+            json.dump(content, file)
     return path
 
 
@@ -192,7 +226,7 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     draft = options.get("speculative_config", {})
     if "model" not in draft:
         return options
-    model = _written(draft["model"], folder, "draft")
+    model = _written({"config.json": draft["model"]}, folder, "draft")
     return options | {"speculative_config": {**draft, "model": model}}
 
 
@@ -200,15 +234,16 @@ def _decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
     """What an engine makes of its work, and in how many steps."""
     from vllm import SamplingParams
 
-    for n, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+    requests = work.requests()
+    for n, (request, length) in enumerate(zip(requests, work.lengths, strict=True)):
         engine.add_request(
             str(n),
-            {"prompt_token_ids": list(prompt)},
+            request,
             SamplingParams(
                 max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
             ),
         )
-    tokens: list[list[int]] = [[] for _ in work.prompts]
+    tokens: list[list[int]] = [[] for _ in requests]
     steps = 0
     while engine.has_unfinished_requests() and steps < work.steps:
         for output in engine.step():

@@ -7,6 +7,7 @@ tests/v1/worker/test_owner_table.py holds the document to it, and it to the test
 
 from collections.abc import Iterator, Sequence
 
+from tests.v1.distributed import test_b12x_encoder as encoder
 from tests.v1.distributed.test_b12x_engines import ENGINES
 from tests.v1.owner_rows import ROWS
 
@@ -16,6 +17,10 @@ ENGINES_TEST = (
 ROWS_TEST = (
     "tests/v1/distributed/test_b12x_owners.py"
     "::test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft"
+)
+
+ENCODER_TEST = (
+    "tests/v1/distributed/test_b12x_encoder.py::test_an_engine_gives_the_tokens_of_nccl"
 )
 
 # What is captured by which of vLLM's methods, and the test that calls it.
@@ -132,12 +137,8 @@ RECORDED = (
 
 # Combinations without an engine here, and why.
 NO_ENGINE = (
-    (
-        "V1 and V2, encoder graphs",
-        "wants an image processor's files beside the model",
-    ),
     ("V1, DBO", "wants data parallelism and experts"),
-    ("V1, Gemma4; V2, Gemma4", "its target takes images, as above"),
+    ("V1, Gemma4; V2, Gemma4", "its target wants an image processor's files"),
     ("V1, extract_hidden_states", "silent: it records no collective, has no channel"),
     ("V2, draft model", "vLLM 0.28.0's V2 runner refuses it"),
     ("V2, drafts with PIECEWISE graphs alone", "silent, but for the prefill"),
@@ -149,8 +150,8 @@ _PACKED = (
     "CPU, by hand: taken and built; its first forward fails, since the CPU backend "
     "packs away a weight that it reads"
 )
-# What was seen of the rows, once, on V1's CPU runner with one rank; the CPU worker
-# captures no graphs.
+# What was seen of the engines, once, on V1's CPU runner; those with drafts on one rank.
+# The CPU worker captures no graphs.
 BY_HAND = {
     "V1, EAGLE, breakable PIECEWISE": _SAME,
     "V1, EAGLE3, breakable PIECEWISE": _SAME,
@@ -160,6 +161,10 @@ BY_HAND = {
     "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
     "V2, DSpark, FULL_DECODE_ONLY": (
         "CPU, by hand: taken and built; V1's runner cannot draft with it"
+    ),
+    "V1, encoder graphs": (
+        "CPU, by hand: one and two ranks, with another forward for a replay, give the "
+        "tokens of an encoder without graphs; they tell images apart"
     ),
 }
 
@@ -209,10 +214,11 @@ _ENGINES = """
 ## Whole engines
 
 Two ranks, dummy weights, b12x on channels; each is compared with the same engine on
-NCCL, and its table of channels with the owners. The first rows ran on one H200. The
-others, which also take 500 steps and are compared with the engine without a draft, were
-**not run on a GPU yet**. MLA computes in 16 bits, where tokens may be nearly equal, so
-multi-module MTP is compared with NCCL only.
+NCCL, and its table of channels with the owners. The first rows ran on one H200; the
+others were **not run on a GPU yet**. Those with drafts also take 500 steps and are
+compared with the engine without a draft. MLA computes in 16 bits, where tokens may be
+nearly equal, so multi-module MTP is compared with NCCL only. Those with encoder graphs
+are asked about images, and their graphs take every one.
 """
 
 _MISSING = """
@@ -234,7 +240,8 @@ _LEFT = """
 """
 
 
-def _engines() -> Iterator[Sequence[str]]:
+def engines() -> Iterator[Sequence[str]]:
+    """Of each whole engine: its name, its owners, where it ran, and its test."""
     for name, (_, _, owners) in ENGINES.items():
         listed = ", ".join(sorted(owner.split(":")[1] for owner in owners))
         yield name, listed, "GPU: NCCL's tokens, these owners", f"`{ENGINES_TEST}`"
@@ -242,6 +249,10 @@ def _engines() -> Iterator[Sequence[str]]:
         listed = ", ".join(sorted(row.owners))
         ran = BY_HAND.get(name, "not run")
         yield name, listed, ran, f"`{ROWS_TEST}`"
+    for name in encoder.ENGINES:
+        listed = ", ".join(sorted(encoder.OWNERS))
+        ran = BY_HAND.get(name, "not run")
+        yield name, listed, ran, f"`{ENCODER_TEST}`"
 
 
 def _table(*rows: Sequence[str]) -> str:
@@ -260,7 +271,7 @@ def document() -> str:
             _table(("runner", "owner", "captured by", "test"), *recorded),
             _ENGINES,
             "\n",
-            _table(("engine", "owners", "ran", "test"), *_engines()),
+            _table(("engine", "owners", "ran", "test"), *engines()),
             _MISSING,
             missing,
             _LEFT,

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines whose vision encoder has graphs, on b12x channels of its own.
+
+Requests come and go, each with its own image after the same words, so that encoder
+graphs are replayed between those of the target.
+"""
+
+import re
+
+import pytest
+
+from tests import engines, gpus
+from tests.distributed.b12x_ranks import SWITCHES
+from tests.v1 import tiny_vision_model as model
+from tests.v1.owner_rows import V1, V2
+
+pytestmark = gpus.needs_gpu
+
+# The runners, and the owners whose graphs record launches on either.
+ENGINES = {"V1, encoder graphs": V1, "V2, encoder graphs": V2}
+OWNERS = ("target", "encoder")
+
+# Six requests for four places: images come together at first, then one by one.
+LENGTHS = (30, 12, 21, 9, 17, 14)
+# Graphs for one image, and for two.
+BUDGETS = [model.TOKENS, 2 * model.TOKENS]
+
+OPTIONS = {
+    "work": engines.Work(
+        [[9, model.IMAGE, 10]] * len(LENGTHS),
+        LENGTHS,
+        images=model.images(len(LENGTHS)),
+    ),
+    "tokenizer": model.TOKENIZER,
+    "weights": 1.0,
+    "dtype": "float32",
+    "attention_backend": "TRITON_ATTN",
+    "compilation_config": {
+        "mode": 0,
+        "custom_ops": ["none"],
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_mm_encoder": True,
+        "encoder_cudagraph_token_budgets": BUDGETS,
+        "encoder_cudagraph_max_vision_items_per_batch": 2,
+    },
+}
+
+
+def _encoded():
+    """Watches how many images the encoder's graphs took, and how many they did not."""
+    from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+
+    execute = EncoderCudaGraphManager.execute
+    counts = {}
+
+    def noted(manager, mm_kwargs):
+        features = execute(manager, mm_kwargs)
+        counts.update(hits=manager.graph_hits, misses=manager.graph_misses)
+        return features
+
+    EncoderCudaGraphManager.execute = noted
+    return lambda: counts
+
+
+def _generate(environment, **options):
+    return engines.generate(
+        2, model.CONFIG, environment, watch=_encoded, **OPTIONS, **options
+    )
+
+
+@pytest.mark.parametrize("runner", ENGINES.values(), ids=ENGINES)
+def test_an_engine_gives_the_tokens_of_nccl(runner):  # R-A3 # R-B4 # R-F1
+    nccl = _generate(runner, disable_custom_all_reduce=True)
+    b12x = _generate(runner | SWITCHES)
+
+    assert [answer.tokens for answer in b12x] == [answer.tokens for answer in nccl]
+    assert [answer.tables for answer in nccl] == [[], []]  # R-A5
+    # They tell the images apart, which nothing else in the prompts does.
+    shortest = min(LENGTHS)
+    assert len({tuple(tokens[:shortest]) for tokens in nccl[0].tokens}) > 1
+
+    expected = {f"vllm:{owner}:production" for owner in OWNERS}
+    for answer in b12x:
+        assert answer.report == {"hits": len(LENGTHS), "misses": 0}
+        (recorded,) = answer.recorded.values()
+        assert set(recorded) == expected
+        # After attention and after the MLP, in each layer of each graph.
+        launches = 2 * model.LAYERS * len(BUDGETS)
+        assert recorded["vllm:encoder:production"] == launches
+    (table,) = b12x[0].tables
+    assert set(re.findall(r"vllm:\S+:production", table)) == expected
