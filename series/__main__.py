@@ -8,6 +8,12 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
+try:
+    import libcst  # noqa: F401 (the first that is missing, said in place of a traceback)
+    import packaging  # noqa: F401
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}; pip install -c constraints.txt libcst packaging ruff")
+
 from series import editable, native, upstream
 from series.errors import SeriesError
 from series.export import diff, export

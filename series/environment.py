@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is there another vLLM in the environment that this one would be mixed up with?
+"""What is there already: another vLLM that this one would be mixed up with, GPUs.
 
 Standard library only, and readable by Python 3.8: the preflight imports it.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -88,6 +90,21 @@ def imported_from() -> Path:
     if found is None or found.origin is None:
         sys.exit("error: no vLLM is installed for this interpreter")
     return Path(found.origin).parent.parent
+
+
+def usable_gpus() -> int:
+    """How many GPUs the driver lists and this process may see."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    count = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count
+    return min(count, len([name for name in visible.split(",") if name.strip()]))
 
 
 if __name__ == "__main__":

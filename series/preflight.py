@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from series.environment import Fault, foreign_vllm
+from series.environment import Fault, foreign_vllm, usable_gpus
 from series.native import COMPILERS, find_compiler
 
 _GIB = 1 << 30
@@ -54,6 +54,7 @@ def find_faults(venv: Path) -> Iterator[Fault]:
     yield from free_disk(venv)
     yield from temporary_folder()
     yield from shared_memory()
+    yield from gpu()
     yield from environments(venv)
 
 
@@ -127,6 +128,16 @@ def temporary_folder() -> Iterator[Fault]:
             "a folder for temporary files that can be written to",
             str(error),
             "set TMPDIR to one",
+        )
+
+
+def gpu() -> Iterator[Fault]:
+    """The CUDA base, gigabytes of it, is made here to run tests on GPUs."""
+    if os.environ.get("VLLM_TARGET_DEVICE") == "cuda" and not usable_gpus():
+        yield Fault(
+            "a GPU that nvidia-smi lists and CUDA_VISIBLE_DEVICES leaves",
+            "none",
+            "install NVIDIA's driver; `make test` runs what needs no GPU",
         )
 
 

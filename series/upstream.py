@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from series.environment import usable_gpus
 from series.errors import SeriesError
 
 RELEASE = "0.28.0"
@@ -105,7 +106,7 @@ def decide() -> tuple[Base, str]:
                 do=f"set it to {' or '.join(BASES)}, or unset it",
             )
         return BASES[asked], f"{DEVICE} says so"
-    gpus = _usable_gpus()
+    gpus = usable_gpus()
     key = "cuda" if gpus >= 2 else "cpu"
     return BASES[key], f"{gpus} usable GPUs found, and cuda needs two"
 
@@ -205,21 +206,6 @@ def unpack(wheel: Path, folder: Path, below: str = "") -> None:
             path = archive.extract(member, tree)
             os.chmod(path, member.external_attr >> 16 & 0o777)
         tree.rename(folder)
-
-
-def _usable_gpus() -> int:
-    """How many GPUs the driver lists and this process may see."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    count = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return count
-    return min(count, len([name for name in visible.split(",") if name.strip()]))
 
 
 def _fetch(base: Base, wheel: Path, url: str | None) -> None:

@@ -2,8 +2,9 @@
 """Say beforehand what this machine can do
 
 Why: A switch with a value that is refused was refused by the workers, a minute or
-    two into `vllm serve` and below their tracebacks. It is refused where vLLM
-    checks its environment, before a model is looked for. And `python -m
+    two into `vllm serve` and below their tracebacks. `vllm serve` refuses it in one
+    line, and whatever else makes a configuration where that checks its
+    environment, before a model is looked for. And `python -m
     vllm.distributed.graph_channels doctor` tries each backend as an engine would,
     without one, and says why not.
 Upstream: `validate_environ` warns of names that are unknown; values are not looked at.
@@ -12,7 +13,7 @@ Drop-when: Upstream checks the values of its switches when a configuration is ma
 """
 
 from series.edit import Edit
-from series.verbs import add_import, insert_below
+from series.verbs import add_import, insert_above, insert_below
 
 _CHANNELS = "vllm/distributed/graph_channels"
 
@@ -33,6 +34,17 @@ EDITS: dict[str, tuple[Edit, ...]] = {
             function="EngineArgs.create_engine_config",
             statement="envs.validate_environ",
             code="check_switches()",
+        ),
+    ),
+    "vllm/entrypoints/cli/serve.py": (
+        add_import(
+            statement="from vllm.distributed.graph_channels.switches "
+            "import exit_on_bad_switches"
+        ),
+        insert_above(
+            function="ServeSubcommand.validate",
+            statement="validate_parsed_serve_args",
+            code="exit_on_bad_switches()",
         ),
     ),
 }

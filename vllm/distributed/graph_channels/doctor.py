@@ -14,7 +14,7 @@ from vllm.distributed.graph_channels.machine import facts
 from vllm.distributed.graph_channels.switches import (
     Backend,
     outdated_variables,
-    read_switches,
+    read_backend,
 )
 from vllm.distributed.graph_channels.trial import Standing, Trial, try_backend
 from vllm.platforms import current_platform
@@ -33,7 +33,7 @@ class Diagnosis:
         used: What an engine reduces with; None if it ends with an error.
         trials: What became of each backend.
         facts: What the machine is.
-        notes: Of variables that are set and not read.
+        notes: Of variables that are set and refused or not read.
     """
 
     ranks: int
@@ -75,13 +75,12 @@ def examine(ranks: int) -> Diagnosis:
     """Try every backend, and gather what the machine is."""
     # In this order: asking for facts may initialise CUDA, and ranks are forked.
     trials = [try_backend(backend, ranks) for backend in Backend]
+    chosen, notes = None, outdated_variables()
     try:
-        chosen = read_switches().backend
-    except ValueError:
-        chosen = None
-    return Diagnosis(
-        ranks, chosen, _used(chosen, trials), trials, facts(), outdated_variables()
-    )
+        chosen = read_backend()
+    except ValueError as refusal:
+        notes.append(str(refusal))
+    return Diagnosis(ranks, chosen, _used(chosen, trials), trials, facts(), notes)
 
 
 def _used(chosen: Backend | None, trials: Sequence[Trial]) -> Backend | None:

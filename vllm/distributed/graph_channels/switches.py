@@ -7,6 +7,7 @@
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass
 from enum import Enum, unique
 
@@ -87,7 +88,7 @@ def read_switches() -> Switches:
     """
     startup = _seconds("VLLM_GRAPH_CHANNELS_DEADLINE", _STARTUP_SECONDS)
     return Switches(
-        backend=_backend("VLLM_PCIE_ALLREDUCE_BACKEND"),
+        backend=read_backend(),
         all_reduce_bytes=_bytes("VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE"),
         fused_bytes=_bytes("VLLM_PCIE_ONESHOT_FUSED_ADD_RMS_NORM_MAX_SIZE"),
         dcp_tokens=_tokens("VLLM_DCP_A2A_MAX_TOKENS"),
@@ -101,6 +102,14 @@ def _shutdown_seconds() -> float:
     """A part of what a worker has for its whole shutdown, before it is killed."""
     granted = envs.VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS * _SHUTDOWN_SHARE
     return max(min(_SHUTDOWN_SECONDS, granted), _LEAST_SECONDS)
+
+
+def exit_on_bad_switches() -> None:
+    """End a command with one line on a switch that is refused, before it starts."""
+    try:
+        check_switches()
+    except ValueError as refusal:
+        sys.exit(f"error: {refusal}")
 
 
 def check_switches() -> Switches:
@@ -136,15 +145,21 @@ def _demand_platform(backend: Backend) -> None:
         )
 
 
-def _backend(name: str) -> Backend:
-    text = getattr(envs, name)
+def read_backend() -> Backend:
+    """The backend as the environment has it.
+
+    Raises:
+        ValueError: It is none of this build; the message says which there are.
+    """
+    text = envs.VLLM_PCIE_ALLREDUCE_BACKEND
     try:
         return Backend(text)
     except ValueError:
         known = ", ".join(backend.value for backend in Backend)
         why = _NOT_HERE.get(text)
         raise ValueError(
-            f"{name}={text!r}: expected one of {known}" + (f"; {why}" if why else "")
+            f"VLLM_PCIE_ALLREDUCE_BACKEND={text!r}: expected one of {known}"
+            + (f"; {why}" if why else "")
         ) from None
 
 

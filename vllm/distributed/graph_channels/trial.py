@@ -5,6 +5,7 @@ Ranks are forked that call what an engine's workers call, in the same order and
 with the switches that are set here; so they come to what an engine comes to.
 """
 
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, ProcessGroup
 
+import vllm.envs as envs
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import b12x_gate
 from vllm.distributed.device_communicators.b12x_transports import open_b12x_all_reduce
@@ -24,10 +27,15 @@ from vllm.distributed.device_communicators.channel_transports import (
     asked_for,
     open_host_all_reduce,
 )
+from vllm.distributed.device_communicators.shm_broadcast import (
+    MessageQueue,
+    check_shm_free_space,
+)
 from vllm.distributed.graph_channels.processes import in_ranks
 from vllm.distributed.graph_channels.switches import Backend, read_switches
 from vllm.distributed.graph_channels.together import Refused
 from vllm.platforms import current_platform
+from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 _SWITCH = "VLLM_PCIE_ALLREDUCE_BACKEND"
 # A trial is a few steps, each with the deadline of start-up; CUDA and NCCL start
@@ -115,6 +123,7 @@ def _open(backend: Backend, rank: int, world: int, store: str) -> Trial:
     logging.disable()  # what is found out is said once, by whoever asks
     try:
         parallel_state.start_graph_channels()
+        _demand_room(world)
         if backend is not Backend.CPP and world > 1:
             _open_all_reduce(backend, rank, world, store)
     except (Refused, b12x_gate.Unavailable) as refusal:
@@ -124,6 +133,36 @@ def _open(backend: Backend, rank: int, world: int, store: str) -> Trial:
     if backend is not Backend.CPP and world == 1:
         return Trial(backend, Standing.GOES_ON, "one rank has nobody to reduce with")
     return Trial(backend, Standing.USES)
+
+
+def _demand_room(world: int) -> None:
+    """Ask for what an executor makes before there are groups: queues, bound threads.
+
+    Raises:
+        RuntimeError: Shared memory is too small for a queue, or there are not the
+            cores that the workers would be bound to.
+    """
+    on_cpu = current_platform.is_cpu()
+    if world > 1 or on_cpu:  # else the one worker is the engine's own process
+        queue = inspect.signature(MessageQueue).parameters
+        chunk = queue["max_chunk_bytes"].default  # of answers; the other way a switch
+        chunk = max(chunk, envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20)
+        check_shm_free_space(chunk * queue["max_chunks"].default)
+    if on_cpu:
+        _demand_cores(world)
+
+
+def _demand_cores(world: int) -> None:
+    """Divide the cores among workers, as an executor on the CPU does."""
+    parallel = ParallelConfig(
+        tensor_parallel_size=world, distributed_executor_backend="mp"
+    )
+    try:
+        OMPProcessManager(VllmConfig(parallel_config=parallel))
+    except AssertionError as failure:
+        raise RuntimeError(
+            f"{failure} VLLM_CPU_OMP_THREADS_BIND says how, as '0|1' does for two ranks"
+        ) from failure
 
 
 def _open_all_reduce(backend: Backend, rank: int, world: int, store: str) -> None:
