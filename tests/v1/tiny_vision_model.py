@@ -2,8 +2,8 @@
 """A vision-language model in miniature, with nothing but JSON and made-up images.
 
 Qianfan-OCR is InternVL's encoder before any language model. vLLM itself brings its
-configuration and its image processor, so that it wants no file but a tokenizer's; and
-every image is one tile, so that its tokens are counted beforehand.
+configuration and its image processor, which imports torchvision, so that it wants no
+file but a tokenizer's; and every image is one tile, so its tokens are known beforehand.
 """
 
 import numpy as np
@@ -21,7 +21,6 @@ LAYERS = 2
 CONFIG = {
     "architectures": ["QianfanOCRForConditionalGeneration"],
     "model_type": "qianfan_ocr",
-    "torch_dtype": "bfloat16",
     "text_config": TARGET,
     "vision_config": {
         "hidden_size": 64,
@@ -33,11 +32,11 @@ CONFIG = {
     },
     "force_image_size": _SIDE,
     "dynamic_image_size": False,
-    "use_thumbnail": False,
 }
 
 # The image's place in a prompt, and what the processor puts there.
 _WORDS = ["<unk>", "<image>", "<img>", "</img>", "<IMG_CONTEXT>"]
+_AS_IT_IS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
 IMAGE = _WORDS.index("<image>")
 TOKENIZER = {
     "version": "1.0",
@@ -47,15 +46,7 @@ TOKENIZER = {
         "unk_token": "<unk>",
     },
     "added_tokens": [
-        {
-            "id": number,
-            "content": word,
-            "special": True,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-        }
+        {"id": number, "content": word, "special": True, **_AS_IT_IS}
         for number, word in enumerate(_WORDS)
     ],
 }
