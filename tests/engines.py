@@ -119,7 +119,6 @@ def generate(
     watch: Callable[[], Callable[[], Any]] = lambda: lambda: None,
     work: Work = SHORT,
     tokenizer: Mapping[str, Any] | None = None,
-    weights: float = 1e-3,
     **options: Any,
 ) -> list[Answer]:
     """What an engine of ``world`` tensor parallel ranks answers, by rank.
@@ -133,8 +132,6 @@ def generate(
             called when the engine has answered, and gives the report.
         work: The prompts, and how many tokens of each.
         tokenizer: The model's ``tokenizer.json``, which one that takes images wants.
-        weights: How far from 0 they may be. As small as vLLM has them, what a layer
-            adds to its input is lost in rounding.
         options: For ``vllm.LLM``. A draft's model may be a ``config.json`` too.
     """
     with socket.socket() as probe:
@@ -155,7 +152,7 @@ def generate(
         files = {"config.json": model}
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer
-        _spread_dummy_weights(weights)
+        _make_sums_matter(rank)
         return _answer(world, files, watch(), work, options)
 
     return ranks.values(world, body, deadline)
@@ -203,12 +200,16 @@ def _answer(
     )
 
 
-def _spread_dummy_weights(limit: float) -> None:
-    """Have this process make dummy weights between ``-limit`` and ``limit``."""
+def _make_sums_matter(rank: int) -> None:
+    """Have this process make dummy weights with which a wrong sum changes tokens.
+
+    As small as vLLM makes them, what a layer adds to its input is lost in rounding;
+    and all shards of a weight are equal, so that a rank need not hear of another's.
+    """
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
     dummy_loader.initialize_dummy_weights = functools.partial(
-        weight_utils.initialize_dummy_weights, low=-limit, high=limit
+        weight_utils.initialize_dummy_weights, low=-0.5, high=0.5, seed=rank
     )
 
 
