@@ -32,7 +32,6 @@ OPTIONS = {
         images=model.images(len(LENGTHS)),
     ),
     "tokenizer": model.TOKENIZER,
-    "weights": 1.0,
     "dtype": "float32",
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {
