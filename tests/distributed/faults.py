@@ -193,6 +193,11 @@ SERVED = {
     (Blow.WORKER, During.REQUEST): ServedEnd(_WORKER_DIED, 0),
     (Blow.ENGINE, During.IDLE): ServedEnd(_ENGINE_DIED, 0),
     (Blow.ENGINE, During.REQUEST): ServedEnd(_ENGINE_DIED, 0),
+    **{
+        (blow, during): ServedEnd("X", 1)
+        for blow in (Blow.TERM, Blow.INTERRUPT, Blow.WORKER)
+        for during in (During.PROFILING, During.CAPTURE)
+    },
     (Blow.RAISES, During.REQUEST): ServedEnd(FIRST_ERROR, 0),
     (Blow.RAISES, During.PROFILING): ServedEnd(FIRST_ERROR, 1),
     (Blow.RAISES, During.CAPTURE): ServedEnd(FIRST_ERROR, 1),
