@@ -8,7 +8,7 @@ import pytest
 
 from tests import gpus
 from tests.distributed.b12x_ranks import SWITCHES
-from tests.distributed.faults import SERVED, Blow
+from tests.distributed.faults import SERVED, Blow, During
 from tests.v1.executor.served_engine import READY_SECONDS, ServedEngine, demand_end
 from verification.machine import opened
 
@@ -22,9 +22,13 @@ _COMPILATION = {
     "cudagraph_capture_sizes": [1, 2, 4],
 }
 OPTIONS = (
-    *("--gpu-memory-utilization", "0.1", "--attention-backend", "TRITON_ATTN"),
+    # Little is taken of what is there, since other tests may take some meanwhile.
+    *("--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "64"),
+    *("--attention-backend", "TRITON_ATTN"),
     *("--compilation-config", json.dumps(_COMPILATION)),
 )
+# V2 captures nothing while it profiles.
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 MIB = 1 << 20
 TOLERATED = 64 * MIB
 # For processes that run other tests of this file on the same GPUs.
@@ -60,13 +64,13 @@ def used_before():
 )
 def test_it_ends_as_documented(tmp_path, blow, during):
     # R-D1 # R-D2 # R-D4 # C20 # C21 # C23 # C40
-    demand_end(tmp_path, blow, during, WORKERS, OPTIONS, SWITCHES)
+    environment = SWITCHES | (V1 if during is During.PROFILING else {})
+    demand_end(tmp_path, blow, during, WORKERS, OPTIONS, environment)
 
 
 def test_memory_is_back_after_everything_was_killed(tmp_path, used_before):
     # R-D4 # C49
-    environment = {**SWITCHES, "SERVING_FAULT": ""}
-    with ServedEngine(tmp_path, WORKERS, OPTIONS, environment) as engine:
+    with ServedEngine(tmp_path, WORKERS, OPTIONS, SWITCHES) as engine:
         engine.await_that(engine.ready, READY_SECONDS)
         assert _used() > used_before + TOLERATED
     # The context has killed all of its processes; the fixture demands the rest.
@@ -75,11 +79,7 @@ def test_memory_is_back_after_everything_was_killed(tmp_path, used_before):
 @pytest.mark.parametrize("backend", ["cpp", "b12x"])
 def test_workers_need_no_five_seconds_to_stop(tmp_path, backend):  # R-D1 # C21
     # NCCL waited for graphs: now they are gone by then, with channels or without
-    environment = {
-        **SWITCHES,
-        "VLLM_PCIE_ALLREDUCE_BACKEND": backend,
-        "SERVING_FAULT": "",
-    }
+    environment = SWITCHES | {"VLLM_PCIE_ALLREDUCE_BACKEND": backend}
     options = (*OPTIONS, "--shutdown-timeout", "12")
     with ServedEngine(tmp_path, WORKERS, options, environment) as engine:
         engine.await_that(engine.ready, READY_SECONDS)
