@@ -9,10 +9,12 @@ Why: Peers' memory must not be unmapped while a graph may use it, nor after the 
     from their loops, and only then do they close. After an exception, a signal or
     the death of the executor nothing collective is begun. A worker whose peers
     may wait for it, or whose device waits for a peer, ends itself within seconds.
+    A server that is told to end while its engine starts does so.
     What ends or restarts ranks in ways of its own is refused at start.
 Upstream: Groups go before their communicators (since 0.30.0 after them), graphs
     after both, and NCCL waits up to 5 s for these. A worker's teardown is the
-    same after a stop, an exception and a signal.
+    same after a stop, an exception and a signal. A server that waits for its
+    engine core to start drops SIGTERM, and heeds no Ctrl-C.
 Drop-when: Upstream tears down graphs, communicators and groups in this order, and
     tells its workers whether their peers take part.
 """
@@ -30,6 +32,7 @@ from series.verbs import (
 _CHANNELS = "vllm/distributed/graph_channels"
 
 ADDS = (
+    "vllm/entrypoints/interrupted_start.py",
     f"{_CHANNELS}/combinations.py",
     "vllm/v1/executor/orderly_stop.py",
     "vllm/v1/executor/worker_teardown.py",
@@ -149,6 +152,12 @@ if method == RETURN_FROM_WORK:
             statement="worker.worker_busy_loop()",
             code="worker.returned_from_work = True",
         ),
+        # What the signal raises may be held up, or lost, in the step under way.
+        insert_below(
+            function="WorkerProc.worker_main.<locals>.signal_handler",
+            statement="shutdown_requested.set()",
+            code="limit_teardown()",
+        ),
         # The loop may be in a step that never ends, and the executor may be dead.
         insert_below(
             function="WorkerProc.monitor_death_pipe.<locals>.death_pipe_monitor",
@@ -160,6 +169,17 @@ if method == RETURN_FROM_WORK:
             code="begin_teardown(in_order=self.returned_from_work)",
         ),
         append_to(function="WorkerProc.shutdown", code="end_teardown()"),
+    ),
+    "vllm/entrypoints/openai/api_server.py": (
+        add_import(
+            statement="from vllm.entrypoints.interrupted_start "
+            "import end_start_at_signals"
+        ),
+        insert_below(
+            function="run_server",
+            statement="signal.signal",
+            code="end_start_at_signals()",
+        ),
     ),
     # In one process with its caller: there is no busy loop, and no other way to end.
     "vllm/v1/executor/uniproc_executor.py": (

@@ -7,6 +7,7 @@ test_fault_matrix.py makes every fault happen and holds the table against it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from signal import SIGINT, SIGTERM
 from typing import NamedTuple
 
 
@@ -178,6 +179,8 @@ class ServedEnd(NamedTuple):
 
 
 _TRIGGERED = "[shutdown] API server: shutdown triggered"
+_TERMINATED = "[shutdown] API server: SIGTERM before it was ready"
+_INTERRUPTED = "[shutdown] API server: SIGINT before it was ready"
 # What follows is the exit code, which its executor may not know yet.
 _WORKER_DIED = "Worker proc VllmWorker-1 died unexpectedly"
 _ENGINE_DIED = "engine core exited unexpectedly"
@@ -187,10 +190,16 @@ SERVED = {
     (Blow.STOP, During.IDLE): ServedEnd(_TRIGGERED, 0),
     (Blow.TERM, During.IDLE): ServedEnd(_TRIGGERED, 0),
     (Blow.TERM, During.REQUEST): ServedEnd(_TRIGGERED, 0),
+    (Blow.TERM, During.PROFILING): ServedEnd(_TERMINATED, 128 + SIGTERM),
+    (Blow.TERM, During.CAPTURE): ServedEnd(_TERMINATED, 128 + SIGTERM),
     (Blow.INTERRUPT, During.IDLE): ServedEnd(_TRIGGERED, 0),
     (Blow.INTERRUPT, During.REQUEST): ServedEnd(_TRIGGERED, 0),
+    (Blow.INTERRUPT, During.PROFILING): ServedEnd(_INTERRUPTED, 128 + SIGINT),
+    (Blow.INTERRUPT, During.CAPTURE): ServedEnd(_INTERRUPTED, 128 + SIGINT),
     (Blow.WORKER, During.IDLE): ServedEnd(_WORKER_DIED, 0),
     (Blow.WORKER, During.REQUEST): ServedEnd(_WORKER_DIED, 0),
+    (Blow.WORKER, During.PROFILING): ServedEnd(_WORKER_DIED, 1),
+    (Blow.WORKER, During.CAPTURE): ServedEnd(_WORKER_DIED, 1),
     (Blow.ENGINE, During.IDLE): ServedEnd(_ENGINE_DIED, 0),
     (Blow.ENGINE, During.REQUEST): ServedEnd(_ENGINE_DIED, 0),
     (Blow.RAISES, During.REQUEST): ServedEnd(FIRST_ERROR, 0),
@@ -205,7 +214,11 @@ _SERVED_INTRODUCTION = """
 /dev/shm, no error of a finalizer and none of a group that has gone. The host
 transport's rows are made to happen by `tests/v1/executor/test_served_engine.py`: two
 always, all with `EVERY_END=1`. `test_served_engine_on_gpus.py` beside it is for b12x's,
-and has not been run yet. The exit status is vLLM's own.
+and has not been run yet. The exit status is vLLM's own, but for a signal before the
+server is ready, which counts as it does in a shell.
+
+The rows with profiling and capture, but for those of an exception, come upon ranks that
+have been in that step for a moment, and would be for longer than the 15 s.
 
 A worker closes its channels with the others only if it returned from its loop,
 which the executor asks idle workers for. By default the API server grants no time

@@ -1,29 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker whose last rank may raise in one step, before it takes part in it."""
+"""A worker that may raise in one step, or stay in one until something happens."""
 
 import os
+import time
 from typing import Any
 
 from tests.distributed.faults import FIRST_ERROR, During
-from tests.v1.executor.served_engine import FAULT, RANKS
+from tests.v1.executor.served_engine import (
+    DWELL,
+    DWELL_SECONDS,
+    FAULT,
+    RANKS,
+    dwells,
+)
 from vllm.v1.worker.worker_base import WorkerBase
 
 
 class FaultySteps(WorkerBase):
-    """Mixed in before a worker."""
+    """Mixed in before a worker.
+
+    Its last rank raises before it takes part in the step that ``FAULT`` names. All
+    ranks stay in the step that ``DWELL`` names, where the worker has ``dwell``.
+    """
+
+    step: During | None = None
 
     def determine_available_memory(self, *args: Any) -> Any:
-        self._come_to(During.PROFILING)
+        self.come_to(During.PROFILING)
         return super().determine_available_memory(*args)
 
     def compile_or_warm_up_model(self, *args: Any) -> Any:
-        self._come_to(During.CAPTURE)
+        self.come_to(During.CAPTURE)
         return super().compile_or_warm_up_model(*args)
 
     def execute_model(self, *args: Any) -> Any:
-        self._come_to(During.REQUEST)
+        self.come_to(During.REQUEST)
         return super().execute_model(*args)
 
-    def _come_to(self, step: During) -> None:
+    def come_to(self, step: During) -> None:
+        """Begin a step, or raise."""
+        self.step = step
         if os.environ[FAULT] == step.name and self.rank == RANKS - 1:
             raise RuntimeError(FIRST_ERROR)
+
+    def dwell(self) -> None:
+        """Stay here for a while, and say so, in the step that is asked for."""
+        if self.step is not None and os.environ[DWELL] == self.step.name:
+            print(dwells(self.rank, self.step), flush=True)
+            time.sleep(DWELL_SECONDS)

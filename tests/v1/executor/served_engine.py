@@ -27,11 +27,21 @@ from tests.distributed.faults import FIRST_ERROR, SERVED, Blow, During
 from tests.engines import LLAMA
 
 RANKS = 2
-FAULT = "SERVING_FAULT"
+# The names of steps, for the workers.
+FAULT, DWELL = "SERVING_FAULT", "SERVING_DWELL"
+# Steps before an engine is ready.
+STARTING = (During.PROFILING, During.CAPTURE)
 # From the blow to the end of the last process, and from the start to readiness.
 GONE_SECONDS, READY_SECONDS = 15.0, 300.0
+# So long that an engine which waits for the step to end is found out.
+DWELL_SECONDS = 2 * GONE_SECONDS
 # What a finalizer, or a step after its group has gone, would print.
 UNWELCOME = ("Exception ignored", "Process group", "terminate called")
+
+
+def dwells(rank: int, during: During) -> str:
+    """What a rank says when it begins to dwell in a step."""
+    return f"rank {rank} dwells in {during.value}"
 
 
 class ServedEngine:
@@ -73,6 +83,8 @@ class ServedEngine:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_PLUGINS": "",
             "HF_HUB_OFFLINE": "1",
+            FAULT: "",
+            DWELL: "",
             **environment,
         }
 
@@ -237,6 +249,13 @@ class ServedEngine:
         return f"http://127.0.0.1:{self._port}/{path}"
 
 
+def _trouble(blow: Blow, during: During) -> dict[str, str]:
+    """What the workers are told, so that they do their part of a row."""
+    if blow is Blow.RAISES:
+        return {FAULT: during.name}
+    return {DWELL: during.name} if during in STARTING else {}
+
+
 def demand_end(
     folder: Path,
     blow: Blow,
@@ -250,22 +269,26 @@ def demand_end(
     Returns:
         The engine, which has ended.
     """
-    fault = during.name if blow is Blow.RAISES else ""
+    trouble = _trouble(blow, during)
     with ServedEngine(
         folder,
         workers,
         [*options, *(["--shutdown-timeout", "12"] if blow is Blow.STOP else [])],
-        {**environment, FAULT: fault},
+        {**environment, **trouble},
     ) as engine:
-        if during in (During.IDLE, During.REQUEST):
+        if during not in STARTING:
             engine.await_that(engine.ready, READY_SECONDS)
         if during is During.REQUEST:
             engine.be_asked()
             time.sleep(2)  # in the middle of one
+        if DWELL in trouble:
+            for rank in range(RANKS):
+                engine.await_that(dwells(rank, during), READY_SECONDS)
         engine.strike(blow)
         seconds = engine.seconds_to_end(3 * GONE_SECONDS)
         row = SERVED[blow, during]
         said = engine.log()
+        print(f"{blow.name} in {during.name}: gone after {seconds:.1f} s")
         assert seconds < GONE_SECONDS, f"{seconds:.0f} s:\n{said[-4000:]}"
         assert engine.status() == row.status, said[-4000:]
         assert row.first in said, said[-4000:]

@@ -215,6 +215,22 @@ def test_a_worker_that_was_interrupted_closes_nothing(main, events, ledger, erro
     assert ledger.inventory()  # ownership is kept
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_was_signalled_ends_in_time(
+    main, events, ledger, monkeypatch, number
+):  # R-D1 # R-D4 # C20
+    handlers = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+
+    def go_on():
+        with suppress(SystemExit):  # as a step may that calls Python from native code
+            handlers[number](number, None)
+        events.append("goes on")
+
+    main(go_on)
+    assert events[:2] == ["ends in 5 s", "goes on"]
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_a_worker_that_lost_a_rank_takes_no_step(main, events, ledger, returns):
     # R-D2 # R-D4
