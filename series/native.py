@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from series.errors import SeriesError
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++", "clang++")
 LIBRARY = "vllm/distributed/device_communicators/libvllm_host_channels.so.1"
 
 # What builds it where the machine has no CMake, or none of its build tools.
@@ -65,7 +65,7 @@ def build_if_possible() -> bytes | None:
 def find_compiler() -> str | None:
     """The C++ compiler that CMake would take; ``CXX`` may hold options too."""
     named = shlex.split(os.environ.get("CXX", ""))[:1]
-    return next(filter(None, map(shutil.which, named or COMPILERS)), None)
+    return next(filter(None, map(shutil.which, named or _COMPILERS)), None)
 
 
 def _cmake(*arguments: str) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import cpp_builder
 
 from tests import gpus, ranks
 from tests.distributed import test_b12x_gate
@@ -300,6 +301,21 @@ def test_a_small_shared_memory_is_told_with_what_to_do(monkeypatch, free, told):
     said = machine.facts()["/dev/shm"]
     assert said.startswith(f"{free >> 20} of 8192 MiB free")
     assert ("--shm-size=4g" in said) == told
+
+
+@pytest.mark.parametrize(
+    ("there", "told"), [(True, "g++"), (False, "none, and torch.compile wants one")]
+)
+def test_the_facts_say_whether_there_is_a_compiler(monkeypatch, tmp_path, there, told):
+    if there:
+        (tmp_path / "g++").write_text("#!/bin/sh\n")
+        (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with cpp_builder.config.patch({"cpp.cxx": (None, "g++")}):
+        said = machine.facts()["C++ compiler"]
+    cpp_builder.cpp_compiler_search.cache_clear()
+    assert said.startswith(told)
 
 
 def test_the_facts_say_what_a_library_lacks(monkeypatch, tmp_path):

@@ -179,6 +179,8 @@ other's use. `Owner` in `vllm/distributed/graph_channels/identity.py` lists them
 ## A new owner
 
 One line in `Owner`, and its name where its graphs are captured.
+`tests/distributed/test_graph_channels_identity.py` lists all names, and
+`python -m series check --update` writes the receipt anew.
 
 - In a scope of its own, as V2's managers do:
   `manager.capture(..., channel_id=ChannelId(Owner.<NAME>, Phase.PRODUCTION))`.

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 
 from vllm.distributed.device_communicators import b12x_gate, host_library
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import needs
@@ -58,6 +60,13 @@ def _platform() -> str:
 
 def _torch() -> str:
     return f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
+
+
+def _compiler() -> str:
+    try:
+        return get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "none, and torch.compile wants one: install g++, or set CXX to yours"
 
 
 def _b12x() -> str:
@@ -153,6 +162,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "platform": _platform,
     "Python": platform.python_version,
     "torch": _torch,
+    "C++ compiler": _compiler,
     "b12x": _b12x,
     "host library": _host_library,
     "driver": _driver,
