@@ -360,6 +360,7 @@ QUERIES = {
     "an output's size": (tokens(2, 4, 64), False),
     "8 bits": (tokens(2, 4, 96, dtype=torch.float8_e4m3fn), True),
     "across": (tokens(4, 2, 96).transpose(0, 1), True),
+    "starts unaligned": (tokens(3, 4, 96).view(-1)[4:772].view(2, 4, 96), False),
 }
 
 
