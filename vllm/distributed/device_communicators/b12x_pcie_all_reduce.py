@@ -239,7 +239,7 @@ def _fits(tensor: torch.Tensor, most: int) -> bool:
 
 def _is_packed(tensor: torch.Tensor) -> bool:
     """Whether kernels can read it pack by pack. b12x does not look at the start."""
-    start = tensor.storage_offset() * tensor.element_size()
+    start: int = tensor.storage_offset() * tensor.element_size()
     return start % _PACK_BYTES == 0 and tensor.is_contiguous()
 
 
