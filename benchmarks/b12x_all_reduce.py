@@ -4,8 +4,8 @@
 Run as ``python -m benchmarks.b12x_all_reduce [--ranks N] [--rounds N]`` on a
 machine with GPUs, with the built vLLM installed. Prints two Markdown tables:
 
-- the time on the host of an eager call, through vLLM's adapter and on the bare
-  pool, taking turns in one run;
+- the time on the host of an eager call, through vLLM's communicator, which asks the
+  adapter and then launches, and on the bare pool, taking turns in one run;
 - the time of an all-reduce by size, eager and replayed from a graph, beside NCCL
   and vLLM's own custom all-reduce, as medians of ratios to NCCL, round by round.
 
@@ -87,12 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def host_time(here: Rank, rounds: int) -> Host:
     """What issuing an eager call takes, through the adapter and without it."""
     pool, lane = here.comm._pool, str(EagerLane.ALLREDUCE)
+    through_vllm = here.group.device_communicator.all_reduce
     tensor = torch.zeros(HOST_BYTES // 2, dtype=torch.bfloat16, device=here.device)
 
     def bare(tensor: torch.Tensor) -> object:
         return pool.all_reduce(tensor, channel_id=lane)  # type: ignore[attr-defined]
 
-    times: dict[Way, list[float]] = {here.comm.all_reduce: [], bare: []}
+    assert here.comm.should_all_reduce(tensor)
+    times: dict[Way, list[float]] = {through_vllm: [], bare: []}
     for turn in range(rounds + 10):
         for way, taken in times.items():
             dist.barrier()

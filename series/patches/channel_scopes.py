@@ -128,9 +128,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
         add_items(
             name="environment_variables",
-            items=", ".join(
-                f'"{name}": {read}' for name, (_, read) in _SWITCHES.items()
-            ),
+            items=_READERS,
         ),
         add_items(
             function="compile_factors",

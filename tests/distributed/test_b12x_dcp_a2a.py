@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DCP's exchange over b12x on GPUs, beside float64 and beside vLLM's NCCL path."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
@@ -46,11 +49,16 @@ def on_ranks(world, body, **environment):
 def recorded(here, channel_id, function):
     """A graph of a function in vLLM's scope of an owner, and what it returned."""
     with parallel_state.graph_capture(here.device, channel_id=channel_id) as context:
-        function()  # as vLLM warms up: on the scope's stream, before capture
-        context.stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=context.stream):
-            found = function()
+        return record(context.stream, function)
+
+
+def record(stream, function):
+    """The same in a scope that is open, on its stream."""
+    function()  # as vLLM warms up: on the scope's stream, before capture
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = function()
     return graph, found
 
 
@@ -79,6 +87,25 @@ def eager(here):
                 other = over_nccl(here, layer, parts)
                 if not torch.allclose(found, other, rtol=2**-7, atol=2e-5):
                     failed.append((parts.name, dtype, base_e, "NCCL"))
+    return failed
+
+
+def replayed(here):
+    """Every kind of parts from graphs, in both dtypes and bases; what was wrong."""
+    failed, target = [], PROFILES[0]
+    checkpoint = parallel_state.checkpoint_graph_channels()
+    with parallel_state.graph_capture(here.device, channel_id=target) as context:
+        for dtype, base_e in product(DTYPES, (True, False)):
+            layer = here.layer(dtype, base_e=base_e)
+            for parts in parts_of_all_kinds(here.world, here.device, dtype):
+                exchange = partial(here.exchanged, layer, parts)
+                graph, found = record(context.stream, exchange)
+                found.fill_(7)
+                graph.replay()
+                if wrong(found, parts.wanted(here.rank, base_e=base_e)):
+                    failed.append((parts.name, dtype, base_e))
+                graph.reset()
+    parallel_state.rollback_graph_channels(checkpoint)
     return failed
 
 
@@ -230,6 +257,7 @@ def test_parts_and_queries_are_exchanged(world):
     # R-B1 # R-B7 # R-C2 # R-E2 # R-F1 # C19 # C45
     def body(here):
         assert eager(here) == []
+        assert replayed(here) == []
         assert queries(here) == [True] * 6
         assert other_ways(here) == (False, False)
         grown = profiles(here)

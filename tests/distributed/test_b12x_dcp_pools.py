@@ -8,6 +8,7 @@ stood in for: by gloo, so that results are right or wrong.
 
 import os
 from contextlib import contextmanager
+from time import monotonic
 
 import pytest
 import torch
@@ -426,6 +427,28 @@ def test_groups_of_other_sizes_are_refused_with_the_list(world, served, monkeypa
         assert refusal is None
     else:
         assert f"of 2, 4, 8, 16 ranks, not of {world}" in refusal
+
+
+def test_six_ranks_keep_their_tensor_parallel_channels_and_have_none_for_dcp():
+    # R-E1 # C27
+    def body(here):
+        def demand_size(seat, needs, subject, seconds):
+            seat.group.agree(
+                subject,
+                monotonic() + seconds,
+                error=b12x_gate.local_refusal(seat.group.size, CPU, needs),
+            )
+
+        b12x_gate.admit = demand_size
+        store = torch.distributed.PrefixStore("tp", _get_default_store())
+        group = recording_transport.group("tp:0", here.rank, here.world, store)
+        here.ledger.register(RecordingTransport("tp", []), group)
+        assert not here.layer().over_channels
+        assert not here.layer(heads=4).over_channels  # asked once a group
+        return list(here.ledger.inventory()), here.ledger.names_demanded_by
+
+    kept = ["tp"], "VLLM_PCIE_ALLREDUCE_BACKEND=b12x"
+    assert on_ranks(body, world=6) == [kept] * 6
 
 
 def test_what_is_called_of_b12x_is_there():  # R-E1 # C28

@@ -30,7 +30,10 @@ from vllm.distributed.device_communicators import (
     channel_transports,
 )
 from vllm.distributed.device_communicators.b12x_gate import local_refusal
-from vllm.distributed.device_communicators.b12x_pcie_all_reduce import needs
+from vllm.distributed.device_communicators.b12x_pcie_all_reduce import (
+    WORLD_SIZES,
+    needs,
+)
 from vllm.distributed.device_communicators.b12x_peers import PeerRecord
 from vllm.distributed.device_communicators.b12x_transports import b12x_all_reduce
 from vllm.distributed.graph_channels.ledger import Ledger
@@ -205,10 +208,12 @@ def demand_all_go_without(found, *causes):
         assert cause in lines[0]
 
 
-def test_ranks_that_can_all_make_one_pool_and_leave_nothing_open():  # R-E1 # R-E4
-    found = decisions(lambda machine: None)
+@pytest.mark.parametrize("world", WORLD_SIZES)
+def test_ranks_that_can_all_make_one_pool_and_leave_nothing_open(world):
+    # R-E1 # R-E4 # C27
+    found = decisions(lambda machine: None, world=world)
     in_use = ("b12x all-reduce of tp:0", [], (1, 0, 0), "b12x")
-    assert found == [in_use] * 2
+    assert found == [in_use] * world
 
 
 # Faults ---------------------------------------------------------------------

@@ -50,7 +50,7 @@ def takes(channel, tensor):
 
 def strided(tensor, chance):
     """The tensor, or a view of it that is laid out in another way."""
-    kind = chance.randrange(5)
+    kind = chance.randrange(6)
     if kind == 0 and tensor.dim() > 1:
         return tensor.transpose(0, -1)
     if kind == 1 and tensor.dim() and tensor.shape[0] > 1:
@@ -59,7 +59,16 @@ def strided(tensor, chance):
         return tensor[..., : chance.randrange(1, 9)]
     if kind == 3 and tensor.dim():
         return tensor[:1].expand(tensor.shape)
+    if kind == 4:  # contiguous, and begins anywhere
+        start = chance.randrange(9)
+        flat = torch.empty(start + tensor.numel(), dtype=tensor.dtype)
+        return flat[start:].view(tensor.shape)
     return tensor
+
+
+def is_packed(tensor):
+    """What b12x's kernels assume, and no code of b12x checks."""
+    return tensor.data_ptr() % 16 == 0
 
 
 def shapes(chance, count):
@@ -89,6 +98,8 @@ def fused_arguments(tensor, chance):
         weight = torch.empty((*tensor.shape[-1:], 2), dtype=tensor.dtype)[..., 0]
     elif odd == 2:
         weight = torch.empty(weight.shape[0] + 1 if weight.dim() else 1)
+    elif odd == 3:
+        weight = torch.empty(weight.numel() + 1, dtype=tensor.dtype)[1:]
     return residual, weight
 
 
@@ -139,12 +150,14 @@ def test_b12x_takes_all_that_is_admitted(cutoffs):  # R-E2
         if transport.should_all_reduce(tensor):
             admitted += 1
             assert takes(channel, tensor), (tensor.shape, tensor.dtype)
+            assert is_packed(tensor), tensor.storage_offset()
         if transport.should_fuse_add_rms_norm(tensor, residual, weight):
             admitted += 1
             PCIeOneshotAllReduce._all_reduce_fused_on_device(
                 channel, tensor, residual, weight, 1e-6
             )
             assert tensor.numel() // tensor.shape[-1] <= MAX_FUSED_ROWS
+            assert all(map(is_packed, (tensor, residual, weight)))
     assert admitted > 5
 
 
@@ -160,6 +173,8 @@ def test_b12x_takes_all_that_is_admitted(cutoffs):  # R-E2
         torch.empty(8, 16)[:, :8],
         torch.empty(1, 8).expand(8, 8),
         torch.empty(16)[::2],
+        torch.empty(9)[1:],
+        torch.empty(3, 12, dtype=torch.bfloat16)[1:],  # starts at byte 24
         torch.empty(8, dtype=torch.float64),
         torch.empty(8, dtype=torch.int32),
         torch.empty(1, (64 << 10) // 4 + 4),

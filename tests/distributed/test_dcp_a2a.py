@@ -6,6 +6,7 @@ Real ranks and real data; what must come of it is worked out in float64.
 
 import os
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,32 @@ def recorded(here, layer, transport, channel_id, shape):
     with here.ledger.scope(channel_id), graph.capture():
         found = layer.combine(output, lse, seq_lens=None, query_start_loc=None)
     return graph, output, lse, found
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_kind_of_parts_is_replayed_from_a_graph(world):  # R-B1 # R-B3
+    def replayed(here, layer, parts):
+        graph = RecordedGraph(list(here.channels._transports.values())[-1])
+        with graph.capture():
+            found = here.exchanged(layer, parts)
+        found.fill_(7)
+        graph.replay()
+        return found
+
+    def body(here):
+        failed, count = [], 0
+        with here.ledger.scope(TARGET):
+            for dtype, base_e in product(DTYPES, (True, False)):
+                layer = here.layer(dtype, base_e=base_e)
+                for parts in parts_of_all_kinds(world, CPU, dtype):
+                    if parts.head_major or not parts.lses[0].is_contiguous():
+                        continue  # a copy would be recorded, which is refused
+                    found, count = replayed(here, layer, parts), count + 1
+                    if wrong(found, parts.wanted(here.rank, base_e=base_e)):
+                        failed.append((parts.name, dtype, base_e))
+        return failed, count
+
+    assert on_ranks(world, body) == [([], 5 * 4)] * world
 
 
 def test_a_copy_is_not_recorded():
@@ -360,6 +387,7 @@ QUERIES = {
     "an output's size": (tokens(2, 4, 64), False),
     "8 bits": (tokens(2, 4, 96, dtype=torch.float8_e4m3fn), True),
     "across": (tokens(4, 2, 96).transpose(0, 1), True),
+    "starts unaligned": (tokens(3, 4, 96).view(-1)[4:772].view(2, 4, 96), False),
 }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-reduce, alone or fused with add and RMSNorm, over b12x's PCIe one-shot pool.
 
-Which tensors are taken depends on shape, dtype, contiguity, the stream's role and
+Which tensors are taken depends on shape, dtype, layout, the stream's role and
 values that all ranks share, so all ranks go the same way, captured or not; what
 is not taken goes on to the communicator's next backend.
 """
@@ -75,8 +75,9 @@ class B12xAllReduce(B12xChannels):
         """The sum of a tensor over all ranks, each of which calls this.
 
         Args:
-            tensor: On this rank's device; float16, bfloat16 or float32, contiguous,
-                of a multiple of 16 bytes up to the cutoff, any shape.
+            tensor: On this rank's device; float16, bfloat16 or float32, contiguous
+                from a multiple of 16 bytes on, of a multiple of 16 bytes up to the
+                cutoff, any shape.
 
         Returns:
             The sum, in new memory.
@@ -232,8 +233,14 @@ def _fits(tensor: torch.Tensor, most: int) -> bool:
         0 < tensor.nbytes <= most
         and tensor.nbytes % _PACK_BYTES == 0
         and tensor.dtype in DTYPES
-        and tensor.is_contiguous()
+        and _is_packed(tensor)
     )
+
+
+def _is_packed(tensor: torch.Tensor) -> bool:
+    """Whether kernels can read it pack by pack. b12x does not look at the start."""
+    start: int = tensor.storage_offset() * tensor.element_size()
+    return start % _PACK_BYTES == 0 and tensor.is_contiguous()
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
@@ -244,4 +251,4 @@ def _has_rows(tensor: torch.Tensor) -> bool:
 
 
 def _alike(tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
-    return (tensor.shape, tensor.dtype) == (shape, dtype) and tensor.is_contiguous()
+    return (tensor.shape, tensor.dtype) == (shape, dtype) and _is_packed(tensor)

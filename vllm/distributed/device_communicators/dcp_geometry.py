@@ -71,6 +71,7 @@ class DcpGeometry:
             and query.shape[1:] == (self.heads // world, self.query_head_size)
             and self._takes_batch(query)
             and query.shape[2] * query.element_size() % _PACK_BYTES == 0
+            and query.storage_offset() * query.element_size() % _PACK_BYTES == 0
         )
 
     def _takes_batch(self, tensor: torch.Tensor) -> bool:
