@@ -86,6 +86,9 @@ class Work(NamedTuple):
         ]
 
 
+# Options of an engine that profiles memory, for which nothing else may use its GPU.
+MEASURED = {"kv_cache_memory_bytes": None}
+
 # Of different lengths, so that batches shrink while they are decoded.
 SHORT = Work(([1, 5, 9, 11], [7, 8], [3, 4, 5, 6, 7, 8, 9]), (12, 30, 21))
 
@@ -182,7 +185,11 @@ def _answer(
             tensor_parallel_size=world,
             distributed_executor_backend="external_launcher",
             gpu_memory_utilization=0.1,
-            **{"max_model_len": 256, **_with_draft_written(options, folder)},
+            **{
+                "max_model_len": 256,
+                "kv_cache_memory_bytes": 1 << 28,
+                **_with_draft_written(options, folder),
+            },
         )
         tokens, steps = _decoded(engine.llm_engine, work)
     ledger = parallel_state._LEDGER

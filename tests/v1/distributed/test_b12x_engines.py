@@ -45,7 +45,7 @@ ENGINES = {
         {"compilation_config": _UNCOMPILED | {"cudagraph_mode": "PIECEWISE"}},
         {TARGET},
     ),
-    "V1, compiled": (
+    "V1, compiled, profiled": (
         V1,
         {
             "compilation_config": _SIZES
@@ -53,7 +53,8 @@ ENGINES = {
                 "mode": 3,
                 "custom_ops": ["none"],
                 "cudagraph_mode": "FULL_AND_PIECEWISE",
-            }
+            },
+            **engines.MEASURED,
         },
         {TARGET},
     ),

@@ -264,6 +264,7 @@ def _engine(environment, **options):
         engines.LLAMA,
         environment | {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
         attention_backend="TRITON_ATTN",
+        **engines.MEASURED,
         compilation_config={
             "mode": 0,
             "cudagraph_mode": "FULL_AND_PIECEWISE",
