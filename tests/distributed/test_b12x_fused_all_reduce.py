@@ -437,7 +437,16 @@ def test_a_self_test_that_a_rank_skips_ends_it_in_time(world):  # C30 # R-E4
 def test_channels_take_what_the_table_says(world):  # C45 # R-F1
     count, step = 16, 2 << 20  # the driver reserves 2 MiB at a time
     on_a_gpu = count * -(-world // gpus.GPUS)
-    for requested, reserved in on_ranks(world, lambda h: channel_memory(h, count)):
+
+    def body(here):
+        # It imports b12x, which might use CUDA: not in a process that forks ranks.
+        from tests.distributed.memory import size
+
+        documented = size(world, 64 << 10, 84 << 10)
+        assert set(here.comm.inventory().values()) == {documented}
+        return channel_memory(here, count)
+
+    for requested, reserved in on_ranks(world, body):
         assert requested <= on_a_gpu * (2 << 20)
         assert requested <= reserved + on_a_gpu // count * step
         assert reserved <= requested + on_a_gpu * step
