@@ -2,14 +2,15 @@
 """b12x's all-reduce on channels: what the adapter adds, and what else there is.
 
 Run as ``python -m benchmarks.b12x_all_reduce [--ranks N] [--rounds N]`` on a
-machine with GPUs, with the built vLLM installed. Prints two Markdown tables:
+machine with GPUs, with the built vLLM installed. Prints Markdown tables:
 
 - the time on the host of an eager call, through vLLM's communicator, which asks the
   adapter and then launches, and on the bare pool, taking turns in one run;
+- the memory of 16 channels, as it is asked for and as the driver reserves it;
 - the time of an all-reduce by size, eager and replayed from a graph, beside NCCL
   and vLLM's own custom all-reduce, as medians of ratios to NCCL, round by round.
 
-Ranks that share a GPU take turns on it: there is no second table then.
+Ranks that share a GPU take turns on it: there is no last table then.
 """
 
 import argparse
@@ -22,7 +23,13 @@ import torch
 import torch.distributed as dist
 
 from tests import gpus
-from tests.distributed.b12x_ranks import SWITCHES, TARGET, Rank, tensor_parallel
+from tests.distributed.b12x_ranks import (
+    SWITCHES,
+    TARGET,
+    Rank,
+    channel_memory,
+    tensor_parallel,
+)
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 from vllm.distributed.graph_channels.identity import EagerLane
@@ -30,6 +37,7 @@ from vllm.distributed.graph_channels.identity import EagerLane
 SIZES = [1 << power for power in range(10, 17)]
 HOST_BYTES = 8192
 IN_A_ROW = 20
+CHANNELS = 16
 LAST_SECONDS = 900.0
 
 Way = Callable[[torch.Tensor], object]
@@ -58,14 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=100, help="of each comparison")
     given = parser.parse_args(arguments)
 
-    def body(rank: int, device: torch.device) -> tuple[Host, list[Latency]]:
+    def body(
+        rank: int, device: torch.device
+    ) -> tuple[Host, tuple[int, int], list[Latency]]:
         with tensor_parallel(given.ranks, device) as here:
             host = host_time(here, given.rounds)
+            memory = channel_memory(here, CHANNELS)
             shared = given.ranks > gpus.GPUS
-            return host, [] if shared else latencies(here, given.rounds)
+            return host, memory, [] if shared else latencies(here, given.rounds)
 
     measured = gpus.values(given.ranks, body, LAST_SECONDS, **SWITCHES)
-    host, by_size = measured[0]
+    host, (requested, reserved), by_size = measured[0]
     print(
         f"{given.ranks} ranks on {gpus.GPUS} GPUs ({torch.cuda.get_device_name()}), "
         f"torch {torch.__version__}, bfloat16, medians of {given.rounds} rounds of "
@@ -73,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"| host time of an eager call of {HOST_BYTES} bytes | us |\n|---|---:|\n"
         f"| the bare pool | {host.bare:.1f} |\n| the adapter | {host.adapter:.1f} |\n"
         f"| allowed: 1.1 times the bare pool's and 5 us | {1.1 * host.bare + 5:.1f} |\n"
+        f"\n| {CHANNELS} channels of all ranks on a GPU | bytes |\n|---|---:|\n"
+        f"| requested | {requested:,} |\n| reserved | {reserved:,} |\n"
     )
     if given.ranks > gpus.GPUS:
         print("Ranks share a GPU here, so there are no latencies to be measured.")
@@ -123,8 +136,18 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
         torch.zeros(size // 2, dtype=torch.bfloat16, device=here.device)
         for size in SIZES
     ]
-    with parallel_state.graph_capture(here.device, channel_id=TARGET) as context:
-        graphs = [_graphs(ways, tensor, context.stream) for tensor in tensors]
+    # vLLM's own registers its graphs' buffers where its capture ends.
+    with (
+        parallel_state.graph_capture(here.device, channel_id=TARGET) as context,
+        own.capture(),
+    ):
+        graphs = [
+            {
+                name: way and _graph(way, tensor, context.stream)
+                for name, way in ways.items()
+            }
+            for tensor in tensors
+        ]
     lines = []
     for size, tensor, replays in zip(SIZES, tensors, graphs, strict=True):
         calls = {name: way and _calls(way, tensor) for name, way in ways.items()}
@@ -136,16 +159,6 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
         ]
     own.close()
     return lines
-
-
-def _graphs(
-    ways: dict[str, Way | None], tensor: torch.Tensor, stream: torch.cuda.Stream
-) -> dict[str, Callable[[], None] | None]:
-    """Replays by way; vLLM's own registers its buffers where its capture ends."""
-    return {
-        name: _graph(way, tensor, stream) if way and name != "vLLM's custom" else None
-        for name, way in ways.items()
-    }
 
 
 def _calls(way: Way, tensor: torch.Tensor) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests import gpus
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
@@ -64,6 +65,34 @@ class Rank:
         base = torch.arange(count, device=self.device) % 7 + turn % 5
         ranks = self.world * (self.world - 1) // 2
         return (base * self.world + ranks).reshape(shape).bfloat16()
+
+
+def channel_memory(here: Rank, count: int) -> tuple[int, int]:
+    """What channels of all ranks on this GPU ask for, and what the driver takes.
+
+    All ranks call it.
+
+    Args:
+        here: The rank.
+        count: How many channels a rank makes.
+
+    Returns:
+        Bytes requested, as the table has them, and bytes reserved.
+    """
+    names = [ChannelId(Owner.TARGET, Phase.PROFILE, n) for n in range(1, count + 2)]
+    here.ledger.prepare(names[:1])  # and what comes with the first one
+    before = _free(here)
+    here.ledger.prepare(names)
+    sharing = -(-here.world // gpus.GPUS)
+    requested = count * sharing * here.comm.inventory()[names[0]]
+    return requested, before - _free(here)
+
+
+def _free(here: Rank) -> int:
+    torch.distributed.barrier()
+    free, _ = torch.cuda.mem_get_info(here.device)
+    torch.distributed.barrier()
+    return int(free)
 
 
 @contextmanager
