@@ -5,7 +5,7 @@
 tests/v1/worker/test_owner_table.py holds the document to it, and it to the tests.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tests.v1.distributed import test_b12x_encoder as encoder
 from tests.v1.distributed.test_b12x_engines import ENGINES
@@ -150,9 +150,16 @@ _PACKED = (
     "CPU, by hand: taken and built; its first forward fails, since the CPU backend "
     "packs away a weight that it reads"
 )
-# What was seen of the engines, once, on V1's CPU runner; those with drafts on one rank.
-# The CPU worker captures no graphs.
-BY_HAND = {
+_ON_GPU = "GPU: NCCL's tokens, these owners"
+_TINY = f"{_ON_GPU}; with weights so small that they hide a wrong sum"
+# Where the engines ran. On the CPU it was V1's runner, which captures no graphs, and
+# one rank for those with drafts.
+RAN = {
+    "V1, FULL decode": _TINY,
+    "V2, FULL decode": _ON_GPU,
+    "V1, breakable piecewise, draft model": _TINY,
+    "V2, breakable piecewise": _TINY,
+    "V1, compiled, profiled": _TINY,
     "V1, EAGLE, breakable PIECEWISE": _SAME,
     "V1, EAGLE3, breakable PIECEWISE": _SAME,
     "V1, draft model, breakable PIECEWISE": _SAME,
@@ -162,10 +169,8 @@ BY_HAND = {
     "V2, DSpark, FULL_DECODE_ONLY": (
         "CPU, by hand: taken and built; V1's runner cannot draft with it"
     ),
-    "V1, encoder graphs": (
-        "CPU, by hand: one and two ranks, with another forward for a replay, give the "
-        "tokens of an encoder without graphs; they tell images apart"
-    ),
+    "V1, encoder graphs": _ON_GPU,
+    "V2, encoder graphs": _ON_GPU,
 }
 
 _INTRODUCTION = """\
@@ -215,12 +220,11 @@ vLLM's own methods, with recorders for models, graphs and transports.
 _ENGINES = """
 ## Whole engines
 
-Two ranks, dummy weights, b12x on channels; each is compared with the same engine on
-NCCL, and its table of channels with the owners. The first rows ran on one H200; the
-others were **not run on a GPU yet**. Those with drafts also take 500 steps and are
-compared with the engine without a draft. MLA computes in 16 bits, where tokens may be
-nearly equal, so multi-module MTP is compared with NCCL only. Those with encoder graphs
-are asked about images, and their graphs take every one.
+Two ranks on one H200, dummy weights, b12x on channels; each is compared with the same
+engine on NCCL, and its table of channels with the owners. Those with drafts also take
+500 steps and are compared with the engine without a draft. MLA computes in 16 bits,
+where tokens may be nearly equal, so multi-module MTP is compared with NCCL only. Those
+with encoder graphs are asked about images, and their graphs take every one.
 """
 
 _MISSING = """
@@ -245,16 +249,15 @@ _LEFT = """
 def engines() -> Iterator[Sequence[str]]:
     """Of each whole engine: its name, its owners, where it ran, and its test."""
     for name, (_, _, owners) in ENGINES.items():
-        listed = ", ".join(sorted(owner.split(":")[1] for owner in owners))
-        yield name, listed, "GPU: NCCL's tokens, these owners", f"`{ENGINES_TEST}`"
+        yield _engine(name, (owner.split(":")[1] for owner in owners), ENGINES_TEST)
     for name, row in ROWS.items():
-        listed = ", ".join(sorted(row.owners))
-        ran = BY_HAND.get(name, "not run")
-        yield name, listed, ran, f"`{ROWS_TEST}`"
+        yield _engine(name, row.owners, ROWS_TEST)
     for name in encoder.ENGINES:
-        listed = ", ".join(sorted(encoder.OWNERS))
-        ran = BY_HAND.get(name, "not run")
-        yield name, listed, ran, f"`{ENCODER_TEST}`"
+        yield _engine(name, encoder.OWNERS, ENCODER_TEST)
+
+
+def _engine(name: str, owners: Iterable[str], test: str) -> Sequence[str]:
+    return name, ", ".join(sorted(owners)), RAN.get(name, "not run"), f"`{test}`"
 
 
 def _table(*rows: Sequence[str]) -> str:
