@@ -64,7 +64,8 @@ def _torch() -> str:
 
 def _compiler() -> str:
     try:
-        return get_cpp_compiler()
+        found: str = get_cpp_compiler()
+        return found
     except InvalidCxxCompiler:
         return "none, and torch.compile wants one: install g++, or set CXX to yours"
 
