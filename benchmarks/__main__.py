@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that this machine can measure, as one page of Markdown.
 
-Run as ``python -m benchmarks [--rounds N]`` with the built vLLM installed. Each
-benchmark runs in a process of its own, with its own defaults; what needs a GPU is
-named as not run where there is none. Progress goes to stderr.
+Run as ``python -m benchmarks [--rounds N] [--plots FOLDER] > page.md`` with the built
+vLLM installed. Each benchmark runs in a process of its own, with its own defaults; what
+needs a GPU is named as not run where there is none. Progress goes to stderr.
 """
 
 import argparse
@@ -11,7 +11,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from benchmarks.plots import draw
 from vllm.distributed.graph_channels.machine import facts
 from vllm.platforms import current_platform
 
@@ -47,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the page; 0 if everything that was begun went well."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--rounds", type=int, help="of each comparison")
+    parser.add_argument(
+        "--plots", type=Path, help="where to draw what is measured by size"
+    )
     given = parser.parse_args(arguments)
+    if given.plots is not None:
+        given.plots.mkdir(parents=True, exist_ok=True)
     print("# Benchmarks\n\n| this machine | |\n|---|---|")
     for subject, fact in facts().items():
         print(f"| {subject} | {fact.replace(chr(10), '<br>')} |")
@@ -61,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = run(benchmark, given.rounds)
         failed += said is None
         print(said or "Failed; see what it said.", flush=True)
+        if said and given.plots is not None:
+            picture = given.plots / f"{benchmark.module}.svg"
+            if draw(said, picture):
+                print(f"\n![{benchmark.title}]({picture})", flush=True)
     return 1 if failed else 0
 
 

@@ -7,17 +7,21 @@ machine with GPUs, with the built vLLM installed. Prints Markdown tables:
 - the time on the host of an eager call, through vLLM's communicator, which asks the
   adapter and then launches, and on the bare pool, taking turns in one run;
 - the memory of 16 channels, as it is asked for and as the driver reserves it;
-- the time of an all-reduce by size, eager and replayed from a graph, beside NCCL
-  and vLLM's own custom all-reduce, as medians of ratios to NCCL, round by round.
+- the time of an all-reduce by size, eager and replayed from a graph, beside NCCL,
+  vLLM's own custom all-reduce, and FlashInfer's PCIe IPC where one is installed that
+  has it (0.7 does), as it was tuned here; as medians of ratios to NCCL, round by round.
 
 Ranks that share a GPU take turns on it: there is no last table then.
 """
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,11 +131,54 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
     """Each way's time in times of NCCL's, by size."""
     communicator = here.group.device_communicator
     own = CustomAllreduce(communicator.cpu_group, here.device)
-    ways: dict[str, Way | None] = {
-        "NCCL": communicator.pynccl_comm.all_reduce,
-        "b12x": here.comm.all_reduce,
-        "vLLM's custom": None if own.disabled else own.custom_all_reduce,
-    }
+    with flashinfers(communicator.device_group) as pcie_ipc:
+        ways: dict[str, Way | None] = {
+            "NCCL": communicator.pynccl_comm.all_reduce,
+            "b12x": here.comm.all_reduce,
+            "vLLM's custom": None if own.disabled else own.custom_all_reduce,
+            "FlashInfer's PCIe IPC": pcie_ipc,
+        }
+        lines = _compared(here, own, ways, rounds)
+    own.close()
+    return lines
+
+
+@contextmanager
+def flashinfers(group: dist.ProcessGroup) -> Iterator[Way | None]:
+    """FlashInfer's all-reduce over PCIe, if it can be had. All ranks call it.
+
+    Args:
+        group: Of all ranks.
+    """
+    try:
+        workspace_class = getattr(
+            import_module("flashinfer.comm"), "PcieIpcAllReduceWorkspace", None
+        )
+    except ImportError:
+        workspace_class = None
+    if workspace_class is None:
+        yield None
+        return
+    try:
+        workspace = workspace_class(group, SIZES[-1] // 2, torch.bfloat16)
+    except RuntimeError as refusal:  # which all ranks share
+        print(f"FlashInfer's PCIe IPC is left out: {refusal}", file=sys.stderr)
+        yield None
+        return
+
+    def all_reduce(tensor: torch.Tensor) -> Any:
+        workspace.rebind_stream()  # the last turn's, which has ended
+        return workspace.all_reduce(tensor)
+
+    try:
+        yield all_reduce
+    finally:
+        workspace.destroy()
+
+
+def _compared(
+    here: Rank, own: CustomAllreduce, ways: dict[str, Way | None], rounds: int
+) -> list[Latency]:
     tensors = [
         torch.zeros(size // 2, dtype=torch.bfloat16, device=here.device)
         for size in SIZES
@@ -157,7 +204,6 @@ def latencies(here: Rank, rounds: int) -> list[Latency]:
             for name in ways
             if name != "NCCL"
         ]
-    own.close()
     return lines
 
 
