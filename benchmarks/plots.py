@@ -41,6 +41,8 @@ def draw(said: str, path: Path) -> bool:
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel(plot.over)
     axes.set_ylabel("ratio")
     axes.legend()

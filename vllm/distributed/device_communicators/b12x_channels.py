@@ -23,6 +23,9 @@ logger = init_logger(__name__)
 
 Name = ChannelId | EagerLane
 
+# Target and drafts, all replayed on one stream: one channel works at a time.
+CONCURRENT_CHANNELS = 1
+
 
 class Pool(Protocol):
     """What is used of b12x's ``OneshotAllReducePool`` and ``DcpAllToAllPool``."""

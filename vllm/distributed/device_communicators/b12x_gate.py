@@ -32,6 +32,8 @@ _VALIDATED_CAPABILITY = 12
 _OVERRIDE = "VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"
 _OFF = "VLLM_PCIE_ALLREDUCE_BACKEND=cpp turns b12x off"
 
+SWITCHED_OFF = "custom all-reduce is switched off"
+
 # What is called of a pool, by the parameters that are passed; its constructor is
 # passed what kinds of pools differ in as well.
 _CONSTRUCTOR = (

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-from vllm.distributed.device_communicators.b12x_channels import B12xChannels, Pool
+from vllm.distributed.device_communicators.b12x_channels import (
+    CONCURRENT_CHANNELS,
+    B12xChannels,
+    Pool,
+)
 from vllm.distributed.device_communicators.b12x_gate import Needs, Seat, make_pool
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
@@ -26,8 +30,6 @@ _PACK_BYTES = 16
 
 # Kernels of a channel are up to so many blocks, which wait for their peers'.
 _MULTIPROCESSORS = 36
-# Target and drafts, all replayed on one stream: one channel works at a time.
-_CONCURRENT_CHANNELS = 1
 # Three tables of 16 pointers: signals, and the two staging buffers.
 _TABLE_BYTES = 3 * 16 * 8
 _SLAB_ALIGNMENT = 256
@@ -164,7 +166,7 @@ def needs(allow_unvalidated: bool) -> Needs:
         channel="OneshotAllReduce",
         operations=("all_reduce", "all_reduce_fused_add_rms_norm"),
         world_sizes=WORLD_SIZES,
-        multiprocessors=_MULTIPROCESSORS * _CONCURRENT_CHANNELS,
+        multiprocessors=_MULTIPROCESSORS * CONCURRENT_CHANNELS,
         allow_unvalidated=allow_unvalidated,
     )
 
@@ -192,7 +194,7 @@ def open_all_reduce(
             eager_buffer_bytes=slot,
             max_size=slot,
             rank_data_bytes=_TABLE_BYTES,
-            max_concurrent_channels=_CONCURRENT_CHANNELS,
+            max_concurrent_channels=CONCURRENT_CHANNELS,
         ),
         seconds,
     )

@@ -3,7 +3,11 @@
 
 import torch
 
-from vllm.distributed.device_communicators.b12x_channels import B12xChannels, Pool
+from vllm.distributed.device_communicators.b12x_channels import (
+    CONCURRENT_CHANNELS,
+    B12xChannels,
+    Pool,
+)
 from vllm.distributed.device_communicators.b12x_gate import Needs, Seat, make_pool
 from vllm.distributed.device_communicators.dcp_geometry import DTYPES, DcpGeometry
 from vllm.distributed.graph_channels.identity import (
@@ -17,8 +21,6 @@ WORLD_SIZES = (2, 4, 8, 16)
 
 # Kernels of a channel are up to so many blocks, which wait for their peers'.
 _MULTIPROCESSORS = 64
-# Target and drafts, all replayed on one stream: one channel works at a time.
-_CONCURRENT_CHANNELS = 1
 
 _SELF_TEST = ChannelId(Owner.TARGET, Phase.PROFILE)
 
@@ -154,7 +156,7 @@ def needs(allow_unvalidated: bool) -> Needs:
             "prepare_graph_lse_reduce_scatter",
         ),
         world_sizes=WORLD_SIZES,
-        multiprocessors=_MULTIPROCESSORS * _CONCURRENT_CHANNELS,
+        multiprocessors=_MULTIPROCESSORS * CONCURRENT_CHANNELS,
         allow_unvalidated=allow_unvalidated,
     )
 
@@ -180,7 +182,7 @@ def open_dcp(seat: Seat, geometry: DcpGeometry, seconds: float) -> B12xDcp:
             head_dim=geometry.head_size,
             query_head_dim=geometry.query_head_size,
             exchange_group=seat.device_group,
-            max_concurrent_channels=_CONCURRENT_CHANNELS,
+            max_concurrent_channels=CONCURRENT_CHANNELS,
         ),
         seconds,
     )

@@ -40,7 +40,7 @@ def b12x_all_reduce(
         return None
     try:
         if not custom_all_reduce:
-            raise b12x_gate.Unavailable("custom all-reduce is switched off")
+            raise b12x_gate.Unavailable(b12x_gate.SWITCHED_OFF)
         return open_b12x_all_reduce(communicator, place)
     except (Refused, b12x_gate.Unavailable) as refused:
         go_without(place.ledger, place.group, refused)

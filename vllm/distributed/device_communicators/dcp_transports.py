@@ -139,7 +139,7 @@ def _demand_all(channels: DcpChannels, geometry: DcpGeometry) -> None:
     switches, group = channels.place.switches, channels.place.group
     reason = geometry.refusal()
     if switches.backend is Backend.B12X and not _custom_all_reduce():
-        reason = "custom all-reduce is switched off"
+        reason = b12x_gate.SWITCHED_OFF
     patience = max(switches.startup_seconds, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
     subject = f"exchange over {switches.backend.value}: {geometry}"
     group.agree(subject, monotonic() + patience, error=reason)
