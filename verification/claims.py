@@ -33,12 +33,27 @@ CLAIMS = (
     ),
     Claim("engines of both runners give NCCL's tokens", (_ENGINES,)),
     Claim(
+        "each kind of draft, and an encoder, has its channel in an engine",
+        (
+            "tests/v1/distributed/test_b12x_owners.py::*gives_the_tokens*",
+            "tests/v1/distributed/test_b12x_encoder.py::*",
+        ),
+    ),
+    Claim(
         "profiling leaves nothing, over 20 rounds",
         (f"{_PROFILING}*nothing_stays*", f"{_PROFILING}*profiles_twenty_times*"),
     ),
     Claim(
         "an engine that fails while it profiles ends in time",
         (f"{_PROFILING}*raise*", f"{_PROFILING}*spins*", f"{_PROFILING}*fault*"),
+    ),
+    Claim(
+        "a served engine ends as docs/faults.md says, and its memory is back",
+        ("tests/v1/executor/test_served_engine_on_gpus.py::*",),
+    ),
+    Claim(
+        "the doctor says of b12x what ranks then do",
+        ("tests/distributed/test_graph_channels_doctor.py::*on_gpus*",),
     ),
 )
 
