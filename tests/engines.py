@@ -86,6 +86,8 @@ class Work(NamedTuple):
         ]
 
 
+Report = Callable[[Any], Any]
+
 # Options of an engine that profiles memory, for which nothing else may use its GPU.
 MEASURED = {"kv_cache_memory_bytes": None}
 
@@ -119,7 +121,7 @@ def generate(
     environment: Mapping[str, str],
     *,
     deadline: float = 240,
-    watch: Callable[[], Callable[[], Any]] = lambda: lambda: None,
+    watch: Callable[[], Report] = lambda: lambda engine: None,
     work: Work = SHORT,
     tokenizer: Mapping[str, Any] | None = None,
     **options: Any,
@@ -132,7 +134,7 @@ def generate(
         environment: Of each rank, beside what several ranks on a GPU need.
         deadline: Seconds after which the ranks are killed.
         watch: Called on each rank before its engine is made; what it returns is
-            called when the engine has answered, and gives the report.
+            called with the engine when that has answered, and gives the report.
         work: The prompts, and how many tokens of each.
         tokenizer: The model's ``tokenizer.json``, which one that takes images wants.
         options: For ``vllm.LLM``. A draft's model may be a ``config.json`` too.
@@ -164,7 +166,7 @@ def generate(
 def _answer(
     world: int,
     files: Mapping[str, Any],
-    report: Callable[[], Any],
+    report: Report,
     work: Work,
     options: dict[str, Any],
 ) -> Answer:
@@ -191,7 +193,7 @@ def _answer(
                 **_with_draft_written(options, folder),
             },
         )
-        tokens, steps = _decoded(engine.llm_engine, work)
+        tokens, steps = decoded(engine.llm_engine, work)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     return Answer(
@@ -203,7 +205,7 @@ def _answer(
         },
         [line for line in lines.said if line.startswith("Graph channels: ")],
         [line for line in lines.said if not line.startswith("Graph channels: ")],
-        report(),
+        report(engine),
     )
 
 
@@ -238,7 +240,7 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return options | {"speculative_config": {**draft, "model": model}}
 
 
-def _decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
+def decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
     """What an engine makes of its work, and in how many steps."""
     from vllm import SamplingParams
 

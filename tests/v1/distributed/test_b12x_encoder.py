@@ -59,7 +59,7 @@ def _encoded():
         return features
 
     EncoderCudaGraphManager.execute = noted
-    return lambda: counts
+    return lambda engine: counts
 
 
 def _generate(environment, **options):

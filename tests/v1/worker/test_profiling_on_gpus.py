@@ -241,7 +241,7 @@ def _watched():
 
     reserve = graph_channels.reserves_graph_channels(noted(measure, "measured"))
     Worker.determine_available_memory = noted(reserve, "returned")
-    return lambda: report
+    return lambda engine: report
 
 
 def _capture_on_one_stream(gpu_model_runner):
