@@ -176,7 +176,8 @@ RAN = {
 _INTRODUCTION = """\
 # Owners of graphs
 
-<!-- Written by `VLLM_LOGGING_LEVEL=ERROR python -m tests.v1.owner_table`. -->
+<!-- Written by
+`VLLM_LOGGING_LEVEL=ERROR python -m tests.v1.owner_table > docs/owners.md`. -->
 
 An owner is who captures graphs; the graphs of one communicate on a channel that no
 other's use. `Owner` in `vllm/distributed/graph_channels/identity.py` lists them.
