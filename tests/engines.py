@@ -68,12 +68,14 @@ class Work(NamedTuple):
         lengths: How many tokens to generate for each.
         steps: After how many steps it stops, whatever is done by then.
         images: One for each prompt, or none at all.
+        leads: Whether to note by how much the best token of each step led.
     """
 
     prompts: Sequence[Sequence[int]]
     lengths: Sequence[int]
     steps: int = 10_000
     images: Sequence[Image] = ()
+    leads: bool = False
 
     def requests(self) -> list[dict[str, Any]]:
         """The prompts as vLLM takes them."""
@@ -95,12 +97,26 @@ MEASURED = {"kv_cache_memory_bytes": None}
 SHORT = Work(([1, 5, 9, 11], [7, 8], [3, 4, 5, 6, 7, 8, 9]), (12, 30, 21))
 
 
+class Decoded(NamedTuple):
+    """What an engine generated.
+
+    Attributes:
+        tokens: By prompt.
+        leads: By prompt, of each token, if they were asked for: its log-probability
+            less that of the second best.
+        steps: How many steps it took.
+    """
+
+    tokens: list[list[int]]
+    leads: list[list[float]]
+    steps: int
+
+
 class Answer(NamedTuple):
     """What one rank's engine did.
 
     Attributes:
-        tokens: What it generated, by prompt.
-        steps: How many steps it took.
+        tokens, leads, steps: As of ``Decoded``.
         recorded: Launches recorded into graphs, by transport and channel.
         tables: What it logged as the table of graph channels.
         log: Every other line of vLLM's loggers at INFO and above.
@@ -108,6 +124,7 @@ class Answer(NamedTuple):
     """
 
     tokens: list[list[int]]
+    leads: list[list[float]]
     steps: int
     recorded: dict[str, dict[str, int]]
     tables: list[str]
@@ -193,12 +210,11 @@ def _answer(
                 **_with_draft_written(options, folder),
             },
         )
-        tokens, steps = decoded(engine.llm_engine, work)
+        answers = decoded(engine.llm_engine, work)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     return Answer(
-        tokens,
-        steps,
+        *answers,
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
             for usage in usages
@@ -240,8 +256,8 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return options | {"speculative_config": {**draft, "model": model}}
 
 
-def decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
-    """What an engine makes of its work, and in how many steps."""
+def decoded(engine: Any, work: Work) -> Decoded:
+    """What an engine makes of its work."""
     from vllm import SamplingParams
 
     requests = work.requests()
@@ -250,16 +266,31 @@ def decoded(engine: Any, work: Work) -> tuple[list[list[int]], int]:
             str(n),
             request,
             SamplingParams(
-                max_tokens=length, temperature=0, detokenize=False, ignore_eos=True
+                max_tokens=length,
+                temperature=0,
+                detokenize=False,
+                ignore_eos=True,
+                logprobs=2 if work.leads else None,
             ),
         )
     tokens: list[list[int]] = [[] for _ in requests]
+    leads: list[list[float]] = [[] for _ in requests]
     steps = 0
     while engine.has_unfinished_requests() and steps < work.steps:
         for output in engine.step():
-            tokens[int(output.request_id)] = list(output.outputs[0].token_ids)
+            (completion,) = output.outputs
+            tokens[int(output.request_id)] = list(completion.token_ids)
+            leads[int(output.request_id)] = [*map(_lead, completion.logprobs or ())]
         steps += 1
-    return tokens, steps
+    return Decoded(tokens, leads, steps)
+
+
+def _lead(candidates: Mapping[int, Any]) -> float:
+    # where tokens tie, there may be a third
+    best, second, *_ = sorted(
+        (one.logprob for one in candidates.values()), reverse=True
+    )
+    return float(best - second)
 
 
 class _Lines(logging.Handler):

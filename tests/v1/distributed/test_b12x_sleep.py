@@ -23,7 +23,7 @@ def _sleeps():
         for _ in range(CYCLES):
             engine.sleep()
             engine.wake_up()
-            tokens, _ = engines.decoded(engine.llm_engine, WORK)
+            tokens = engines.decoded(engine.llm_engine, WORK).tokens
             seen.append((tokens, ledger.inventory()))
         return seen
 
