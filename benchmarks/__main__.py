@@ -9,11 +9,10 @@ needs a GPU is named as not run where there is none. Progress goes to stderr.
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.plots import draw
 from vllm.distributed.graph_channels.machine import facts
 from vllm.platforms import current_platform
 
@@ -53,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plots", type=Path, help="where to draw what is measured by size"
     )
     given = parser.parse_args(arguments)
-    if given.plots is not None:
-        given.plots.mkdir(parents=True, exist_ok=True)
+    draw = None if given.plots is None else _drawing_into(given.plots)
     print("# Benchmarks\n\n| this machine | |\n|---|---|")
     for subject, fact in facts().items():
         print(f"| {subject} | {fact.replace(chr(10), '<br>')} |")
@@ -68,11 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = run(benchmark, given.rounds)
         failed += said is None
         print(said or "Failed; see what it said.", flush=True)
-        if said and given.plots is not None:
+        if said and draw is not None:
             picture = given.plots / f"{benchmark.module}.svg"
             if draw(said, picture):
                 print(f"\n![{benchmark.title}]({picture})", flush=True)
     return 1 if failed else 0
+
+
+def _drawing_into(folder: Path) -> Callable[[str, Path], bool]:
+    """What draws, whose library is asked for before anything is measured."""
+    try:
+        from benchmarks.plots import draw
+    except ModuleNotFoundError as missing:
+        sys.exit(
+            f"error: {missing}; --plots wants pip install -c constraints.txt matplotlib"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    return draw
 
 
 def run(benchmark: Benchmark, rounds: int | None) -> str | None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
@@ -113,3 +114,18 @@ def test_flashinfers_pcie_ipc_is_compared_where_it_is(monkeypatch, capsys):
     with found(newer) as way:
         _, said = way(torch.zeros(8))
     assert said == ["rebound", "reduced", "destroyed"]
+
+
+def test_without_matplotlib_plots_are_refused_and_tables_are_made(
+    monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(benchmarks, "ALL", ())
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "benchmarks.plots")
+    monkeypatch.delattr("benchmarks.plots")
+    assert benchmarks.main([]) == 0
+    folder = tmp_path / "plots"
+    with pytest.raises(SystemExit, match="pip install .* matplotlib"):
+        benchmarks.main(["--plots", str(folder)])
+    assert not folder.exists()

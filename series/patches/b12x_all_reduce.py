@@ -34,6 +34,7 @@ ADDS = (
     f"{_COMMUNICATORS}/b12x_pcie_all_reduce.py",
     f"{_COMMUNICATORS}/b12x_peers.py",
     f"{_COMMUNICATORS}/b12x_transports.py",
+    f"{_COMMUNICATORS}/packs.py",
 )
 
 _FUSED = '''

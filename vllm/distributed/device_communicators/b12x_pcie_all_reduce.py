@@ -16,6 +16,7 @@ from vllm.distributed.device_communicators.b12x_channels import (
     Pool,
 )
 from vllm.distributed.device_communicators.b12x_gate import Needs, Seat, make_pool
+from vllm.distributed.device_communicators.packs import PACK_BYTES, begins_on_a_pack
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
     EagerLane,
@@ -26,7 +27,6 @@ from vllm.distributed.graph_channels.identity import (
 WORLD_SIZES = (2, 4, 6, 8)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_FUSED_ROWS = 36
-_PACK_BYTES = 16
 
 # Kernels of a channel are up to so many blocks, which wait for their peers'.
 _MULTIPROCESSORS = 36
@@ -227,26 +227,25 @@ def _slab_part(size: int) -> int:
 def slot_bytes(all_reduce_bytes: int, fused_bytes: int) -> int:
     """What a staging buffer of a channel has to hold, for two cutoffs."""
     largest = max(all_reduce_bytes, fused_bytes)
-    return -(-largest // _PACK_BYTES) * _PACK_BYTES
+    return -(-largest // PACK_BYTES) * PACK_BYTES
 
 
 def _fits(tensor: torch.Tensor, most: int) -> bool:
     return (
         0 < tensor.nbytes <= most
-        and tensor.nbytes % _PACK_BYTES == 0
+        and tensor.nbytes % PACK_BYTES == 0
         and tensor.dtype in DTYPES
         and _is_packed(tensor)
     )
 
 
 def _is_packed(tensor: torch.Tensor) -> bool:
-    """Whether kernels can read it pack by pack. b12x does not look at the start."""
-    start: int = tensor.storage_offset() * tensor.element_size()
-    return start % _PACK_BYTES == 0 and tensor.is_contiguous()
+    """Whether kernels can read it pack by pack."""
+    return begins_on_a_pack(tensor) and tensor.is_contiguous()
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
-    if tensor.dim() == 0 or tensor.shape[-1] * tensor.element_size() % _PACK_BYTES:
+    if tensor.dim() == 0 or tensor.shape[-1] * tensor.element_size() % PACK_BYTES:
         return False
     rows: int = tensor.numel() // tensor.shape[-1]
     return rows <= MAX_FUSED_ROWS

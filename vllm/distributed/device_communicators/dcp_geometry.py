@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.distributed.device_communicators.packs import PACK_BYTES, begins_on_a_pack
+
 DTYPES = (torch.float16, torch.bfloat16)
 
-# Kernels read and write 16 bytes at a time.
-_PACK_BYTES = 16
-_PACK_ELEMENTS = 8
+_PACK_ELEMENTS = PACK_BYTES // 2
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class DcpGeometry:
             query.dim() == 3
             and query.shape[1:] == (self.heads // world, self.query_head_size)
             and self._takes_batch(query)
-            and query.shape[2] * query.element_size() % _PACK_BYTES == 0
-            and query.storage_offset() * query.element_size() % _PACK_BYTES == 0
+            and query.shape[2] * query.element_size() % PACK_BYTES == 0
+            and begins_on_a_pack(query)
         )
 
     def _takes_batch(self, tensor: torch.Tensor) -> bool:
@@ -81,7 +81,7 @@ class DcpGeometry:
 def _is_packed(tensor: torch.Tensor) -> bool:
     """Token after token, or head after head with room for more tokens between."""
     batch, heads, size = tensor.shape
-    if tensor.storage_offset() % _PACK_ELEMENTS:
+    if not begins_on_a_pack(tensor):
         return False
     if tensor.is_contiguous():
         return True
