@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     files = given.files or session.test_files(ROOT)
-    missing = [file for file in files if not Path(file.split("::")[0]).is_file()]
+    missing = [file for file in files if not Path(file).is_file()]
     if missing:
         raise FileNotFoundError(f"no such test file: {', '.join(missing)}")
     required = _required()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from verification.receipt import Gpu, Outcome, Receipt
+from verification.receipt import Gpu, Machine, Outcome, Receipt
 
 _ALL_REDUCE = "tests/distributed/test_b12x_fused_all_reduce.py::*"
 _DCP = "tests/distributed/test_b12x_dcp_a2a.py::*"
@@ -94,7 +94,7 @@ def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) ->
 def _cell(newest: list[tuple[str, Receipt]], claim: Claim) -> str:
     for path, receipt in newest:
         if shows(receipt, claim):
-            return f"[{receipt.started[:10]}]({path}), {_named(receipt.machine.gpus)}"
+            return f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
     return "not run"
 
 
@@ -113,6 +113,7 @@ def shows(receipt: Receipt, claim: Claim) -> bool:
     )
 
 
-def _named(gpus: list[Gpu]) -> str:
-    names = sorted({gpu.name for gpu in gpus})
-    return f"{len(gpus)} × {' and '.join(names)}"
+def _named(machine: Machine) -> str:
+    names = sorted({gpu.name for gpu in machine.gpus})
+    shared = " with MPS" if machine.mps else ""
+    return f"{len(machine.gpus)} × {' and '.join(names)}{shared}"

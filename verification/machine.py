@@ -102,7 +102,16 @@ def described(gpus: Gpus) -> Machine:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed as a distribution"
-    return Machine(gpus.facts(), versions)
+    return Machine(gpus.facts(), versions, _mps_serves())
+
+
+def _mps_serves() -> bool:
+    """Whether CUDA programs started from here go through an MPS control daemon.
+
+    Source: NVIDIA's Multi-Process Service guide, "CUDA_MPS_PIPE_DIRECTORY".
+    """
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return Path(pipes, "control").exists()
 
 
 def tree_digest(root: Path) -> str:

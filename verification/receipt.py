@@ -72,10 +72,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the tests ran; versions by the name of what they are of."""
+    """Where the tests ran.
+
+    Attributes:
+        gpus: Those that ranks were put on.
+        versions: By the name of what they are of.
+        mps: Whether processes shared a GPU through NVIDIA's Multi-Process Service,
+            so that kernels of several ranks ran at once; they take turns otherwise.
+    """
 
     gpus: list[Gpu]
     versions: dict[str, str]
+    mps: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,11 @@ def _receipt(found: dict[str, Any]) -> Receipt:
     return Receipt(
         found["started"],
         found["tree"],
-        Machine([Gpu(**gpu) for gpu in machine["gpus"]], machine["versions"]),
+        Machine(
+            [Gpu(**gpu) for gpu in machine["gpus"]],
+            machine["versions"],
+            machine["mps"],
+        ),
         found["required_gpus"],
         [
             Test(**test | {"outcome": Outcome(test["outcome"])})

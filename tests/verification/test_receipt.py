@@ -2,6 +2,7 @@
 """Receipts keep what they were given, refuse what is none, and make the page."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -94,6 +95,9 @@ def test_the_page_says_where_each_claim_was_shown_last():
     page = claims.page({"rtx.json": made((RTX, RTX))}, (BOTH,))
     shown = "[2026-12-02](rtx.json), 2 × NVIDIA RTX PRO 6000"
     assert f"| sums | not run | {shown} | {shown} |" in page
+    shared = replace(made(), machine=Machine([H200], {}, mps=True))
+    page = claims.page({"new.json": shared}, (BOTH,))
+    assert "1 × NVIDIA H200 with MPS | not run |" in page
 
 
 def test_each_claim_names_tests_that_exist():
@@ -120,6 +124,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert command.main(["run", "tests/no_such_test.py"]) == 2
     assert "no such test file: tests/no_such_test.py" in capsys.readouterr().err
     monkeypatch.setenv("REQUIRE_GPUS", "two")
+    some = "tests/verification/test_receipt.py::test_each"  # would show a claim of all
+    assert command.main(["run", some]) == 2
+    assert f"no such test file: {some}" in capsys.readouterr().err
     assert command.main(["run"]) == 2
     assert "REQUIRE_GPUS is 'two'" in capsys.readouterr().err
 
@@ -161,6 +168,13 @@ def test_the_machine_is_the_gpus_that_ranks_see(monkeypatch, visible, gpus):
     assert described(found).gpus == gpus
     assert described(found).versions["driver"] == "580.1"
     assert found.used_bytes() == [3] * len(gpus)
+
+
+def test_the_machine_says_whether_mps_serves_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    assert not described(Gpus(Nvml())).mps
+    (tmp_path / "control").touch()
+    assert described(Gpus(Nvml())).mps
 
 
 def test_the_tree_is_known_by_its_content(tmp_path):
