@@ -213,7 +213,7 @@ def _answer(
         answers = decoded(engine.llm_engine, work)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
-    return Answer(
+    answer = Answer(
         *answers,
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
@@ -223,6 +223,10 @@ def _answer(
         [line for line in lines.said if not line.startswith("Graph channels: ")],
         report(engine),
     )
+    # a draft still computes when the last tokens are there: whoever ends under MPS
+    # with kernels in flight takes every other process of the GPU along
+    engine.llm_engine.engine_core.shutdown()
+    return answer
 
 
 def _make_sums_matter(rank: int) -> None:

@@ -147,8 +147,8 @@ class ServedEngine:
         there = (lambda: self.says(what)) if isinstance(what, str) else what
         while not there():
             status = self._process.poll()
-            assert status is None, f"ended with {status}:\n{self.log()[-4000:]}"
-            assert time.monotonic() < end, f"{what} never came:\n{self.log()[-4000:]}"
+            assert status is None, f"ended with {status}:\n{self.log()[-20_000:]}"
+            assert time.monotonic() < end, f"{what} never came:\n{self.log()[-20_000:]}"
             time.sleep(0.2)
 
     def complete(self, tokens: int, seconds: float = 60) -> list[int]:
