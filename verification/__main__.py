@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def _run(given: argparse.Namespace) -> int:
     if missing:
         raise FileNotFoundError(f"no such test file: {', '.join(missing)}")
     required = _required()
+    # as Ctrl-C does, leaves no process and a receipt of what had run
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with opened() as gpus:
         machine = described(gpus)
         made = run(

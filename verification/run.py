@@ -30,19 +30,24 @@ def run(
         deadline: Seconds that a test may take.
 
     Returns:
-        The receipt, whether all was well or not.
+        The receipt, whether all was well or not; after Ctrl-C, with what had run.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     tests: list[Test] = []
     leaks: list[Leak] = []
-    found = len(machine.gpus)
+    unrun = ""
+    if len(machine.gpus) < required_gpus:
+        unrun = f"{required_gpus} GPUs are required, {len(machine.gpus)} found"
     for file in files:
-        if found < required_gpus:
-            reason = f"{required_gpus} GPUs are required, {found} found"
-            tests.append(Test(file, Outcome.NOT_RUN, 0.0, reason))
+        if unrun:
+            tests.append(Test(file, Outcome.NOT_RUN, 0.0, unrun))
             continue
         marked, before = leftovers.Marked(), used_bytes()
-        tests += session.run_file(file, marked, deadline)
+        try:
+            tests += session.run_file(file, marked, deadline)
+        except session.Interrupted as interrupted:
+            tests += interrupted.tests
+            unrun = str(interrupted)
         processes = leftovers.await_end(marked)
         gpu_bytes = leftovers.await_memory(used_bytes, before)
         if processes or gpu_bytes:

@@ -58,8 +58,18 @@ class _Progress:
         return [id for id in self.collected or [] if id not in self.ended]
 
 
+class Interrupted(Exception):
+    """Somebody stopped a file's run; ``tests`` are those of the file, run or not."""
+
+    def __init__(self, tests: list[Test]) -> None:
+        super().__init__("interrupted")
+        self.tests = tests
+
+
 def run_file(file: str, marked: Marked, deadline: float) -> list[Test]:
     """Run the tests of a file, each under a deadline in seconds.
+
+    What pytest says goes to stdout.
 
     Args:
         file: As pytest takes it.
@@ -69,10 +79,17 @@ def run_file(file: str, marked: Marked, deadline: float) -> list[Test]:
     Returns:
         Every test of the file. If it could not be collected: one that failed, with
         the file for an id.
+
+    Raises:
+        Interrupted: By Ctrl-C; no process of the run is left.
     """
     results: dict[str, Test] = {}
     while True:
-        progress, hung, said = _run_pytest(file, marked, deadline, list(results))
+        progress = _Progress()
+        try:
+            hung, said = _run_pytest(file, marked, deadline, list(results), progress)
+        except KeyboardInterrupt as error:
+            raise Interrupted(_interrupted(file, progress, results)) from error
         results |= progress.ended
         waiting = progress.waiting()
         if not (hung and waiting):
@@ -81,6 +98,15 @@ def run_file(file: str, marked: Marked, deadline: float) -> list[Test]:
         results[waiting[0]] = Test(waiting[0], Outcome.HUNG, deadline, reason)
         if not waiting[1:]:
             return list(results.values())
+
+
+def _interrupted(
+    file: str, progress: _Progress, results: dict[str, Test]
+) -> list[Test]:
+    """The results, and what has not ended."""
+    waiting = [file] if progress.collected is None else progress.waiting()
+    unrun = [Test(id, Outcome.NOT_RUN, 0.0, "interrupted") for id in waiting]
+    return [*(results | progress.ended).values(), *unrun]
 
 
 def _whole(
@@ -99,35 +125,38 @@ def _whole(
 
 
 def _run_pytest(
-    file: str, marked: Marked, deadline: float, done: list[str]
-) -> tuple[_Progress, bool, str]:
-    """Run what is not done yet: its progress, whether it hung, its last line."""
-    progress = _Progress()
+    file: str, marked: Marked, deadline: float, done: list[str], progress: _Progress
+) -> tuple[bool, str]:
+    """Run what is not done yet, with progress: whether it hung, its last line."""
     with TemporaryDirectory() as folder:
         steps, output = Path(folder, "steps"), Path(folder, "output")
         steps.touch()
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
         command += ["-p", "verification.reporter", f"--steps-to={steps}"]
         command += [f"--deselect={id}" for id in done]
-        with steps.open() as lines, output.open("w") as said:
+        with (
+            steps.open() as lines,
+            output.open("w") as told,
+            output.open(errors="replace") as said,
+        ):
             pytest = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=told,
                 stderr=subprocess.STDOUT,
                 env=dict(marked.environment()) | _importable(),
                 start_new_session=True,
             )
             try:
-                hung = _watch(pytest, lines, progress, deadline)
+                hung = _watch(pytest, lines, said, progress, deadline)
+            except KeyboardInterrupt:
+                _learn(lines, said, progress)
+                raise
             finally:
                 if pytest.poll() is None:
                     marked.kill()
                     pytest.wait()
-            sys.stdout.write(output.read_text(errors="replace"))
-            sys.stdout.flush()
-            last = _last_words(output)
-    return progress, hung, last
+        return hung, _last_words(output)
 
 
 def _importable() -> dict[str, str]:
@@ -140,15 +169,15 @@ def _importable() -> dict[str, str]:
 def _watch(
     pytest: subprocess.Popen[bytes],
     lines: IO[str],
+    said: IO[str],
     progress: _Progress,
     deadline: float,
 ) -> bool:
-    """Follow a pytest until it ends, or reports nothing for too long: whether so."""
+    """Follow a pytest, which is heard, until it ends or hangs: whether it hangs."""
     heard = time.monotonic()
     while True:
         ended = pytest.poll() is not None
-        for step in _new(lines):
-            progress.take(step)
+        if _learn(lines, said, progress):
             heard = time.monotonic()
         if ended:
             return False
@@ -156,6 +185,16 @@ def _watch(
         if time.monotonic() - heard > patience:
             return True
         time.sleep(_DRAIN_SECONDS)
+
+
+def _learn(lines: IO[str], said: IO[str], progress: _Progress) -> bool:
+    """Take the steps that have come since, show what was said: whether any came."""
+    sys.stdout.write(said.read())
+    sys.stdout.flush()
+    steps = list(_new(lines))
+    for step in steps:
+        progress.take(step)
+    return bool(steps)
 
 
 def _new(lines: IO[str]) -> Iterator[dict[str, Any]]:

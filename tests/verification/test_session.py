@@ -2,14 +2,18 @@
 """What a run of test files makes of tests that pass, fail, hang, crash and leak."""
 
 import os
+import signal
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from verification import leftovers, session
+from verification import __main__ as command
+from verification import leftovers, receipt, session
 from verification.leftovers import Marked, await_memory
 from verification.receipt import Machine, Outcome
 from verification.run import run, summary
@@ -111,13 +115,13 @@ def test_what_a_test_leaves_is_found_killed_and_named(written):
             )
     """)
     used = iter([[100, 7], *[[100 + (65 << 20), 7]] * 10_000])
-    receipt = run(Path(), [file], Machine([], {}), lambda: next(used), deadline=20)
-    (leak,) = receipt.leaks
+    made = run(Path(), [file], Machine([], {}), lambda: next(used), deadline=20)
+    (leak,) = made.leaks
     assert leak.file == file and len(leak.processes) == 1
     assert "time.sleep(999)" in leak.processes[0]
     assert leak.gpu_bytes == [65 << 20, 0]
-    assert not receipt.green
-    said = summary(receipt)
+    assert not made.green
+    said = summary(made)
     assert "time.sleep(999)" in said and f"{65 << 20} bytes on GPU 0" in said
     assert "time.sleep(999)" not in " ".join(
         Path(f"/proc/{name}/cmdline").read_text()
@@ -133,11 +137,45 @@ def test_memory_that_comes_back_late_is_none_that_is_lost():
 
 def test_too_few_gpus_fail_without_running_anything(written):
     file = written("def test_never(): open('it ran', 'w')")
-    receipt = run(Path(), [file], Machine([], {}), lambda: [], required_gpus=2)
-    (test,) = receipt.tests
-    assert test.outcome is Outcome.NOT_RUN and not receipt.green
+    made = run(Path(), [file], Machine([], {}), lambda: [], required_gpus=2)
+    (test,) = made.tests
+    assert test.outcome is Outcome.NOT_RUN and not made.green
     assert test.reason == "2 GPUs are required, 0 found"
     assert not Path("it ran").exists()
+
+
+def test_a_run_that_is_stopped_leaves_no_process_and_a_receipt(written, monkeypatch):
+    file = written(f"""
+        import os, signal, time
+        def test_before(): pass
+        def test_during():
+            os.kill({os.getpid()}, signal.SIGTERM)
+            time.sleep(999)
+        def test_after(): pass
+    """)
+    Path("test_next.py").write_text("def test_never(): pass")
+    files = [str(Path(name).absolute()) for name in (file, "test_next.py")]
+
+    @contextmanager
+    def opened():
+        yield SimpleNamespace(used_bytes=lambda: [0])
+
+    marked = Marked()
+    monkeypatch.setattr(leftovers, "Marked", lambda: marked)
+    monkeypatch.setattr(command, "opened", opened)
+    monkeypatch.setattr(command, "described", lambda gpus: Machine([], {}))
+    out, before = Path().absolute() / "out", signal.getsignal(signal.SIGTERM)
+    try:
+        assert command.main(["run", *files, "--out", str(out)]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    found = receipt.read(out / "receipt.json")
+    assert [(test.outcome, test.reason) for test in found.tests] == [
+        (Outcome.PASSED, ""),
+        *[(Outcome.NOT_RUN, "interrupted")] * 3,
+    ]
+    assert found.tests[-1].id == files[1]
+    assert marked.alive() == [] and found.leaks == []
 
 
 def test_the_gpu_tests_are_found():
