@@ -151,20 +151,21 @@ _PACKED = (
     "packs away a weight that it reads"
 )
 _ON_GPU = "GPU: NCCL's tokens, these owners"
+_DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners, over MPS"
 _TINY = f"{_ON_GPU}; with weights so small that they hide a wrong sum"
 # Where the engines ran. On the CPU it was V1's runner, which captures no graphs, and
 # one rank for those with drafts.
 RAN = {
-    "V1, FULL decode": _TINY,
+    "V1, FULL decode": _ON_GPU,
     "V2, FULL decode": _ON_GPU,
-    "V1, breakable piecewise, draft model": _TINY,
+    "V1, breakable piecewise, draft model": _ON_GPU,
     "V2, breakable piecewise": _TINY,
-    "V1, compiled, profiled": _TINY,
+    "V1, compiled, profiled": _ON_GPU,
     "V1, EAGLE, breakable PIECEWISE": _SAME,
     "V1, EAGLE3, breakable PIECEWISE": _SAME,
-    "V1, draft model, breakable PIECEWISE": _SAME,
+    "V1, draft model, breakable PIECEWISE": _DRAFTS,
     "V2, MTP, FULL_DECODE_ONLY": _SAME,
-    "V2, DFlash, FULL_DECODE_ONLY": _PACKED,
+    "V2, DFlash, FULL_DECODE_ONLY": _DRAFTS,
     "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
     "V2, DSpark, FULL_DECODE_ONLY": (
         "CPU, by hand: taken and built; V1's runner cannot draft with it"
