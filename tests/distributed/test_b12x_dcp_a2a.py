@@ -30,6 +30,7 @@ COVERS = (
 )
 
 pytestmark = gpus.needs_gpu
+on_2_and_4 = pytest.mark.parametrize("world", [2, 4])
 
 DEADLINE = 280
 PROFILES = [ChannelId(owner, Phase.PROFILE) for owner in (Owner.TARGET, Owner.DRAFT)]
@@ -252,28 +253,47 @@ def memory(here):
     return said, before - free(here), len(here.channels._transports) + 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_parts_and_queries_are_exchanged(world):
-    # R-B1 # R-B7 # R-C2 # R-E2 # R-F1 # C19 # C45
+@on_2_and_4
+def test_parts_and_queries_are_exchanged(world):  # R-E2 # C19
     def body(here):
-        assert eager(here) == []
-        assert replayed(here) == []
-        assert queries(here) == [True] * 6
-        assert other_ways(here) == (False, False)
-        grown = profiles(here)
-        assert abs(grown) <= 4 << 20, grown  # modules and pools of the first round
-        failed, counts = graphs(here)
-        assert failed == 0
-        assert counts == {str(TARGET): 2, str(DRAFT): 2}
+        return eager(here), queries(here), other_ways(here)
+
+    assert on_ranks(world, body) == [([], [True] * 6, (False, False))] * world
+
+
+@on_2_and_4
+def test_graphs_exchange_every_kind_of_parts(world):  # R-B1 # C19
+    assert on_ranks(world, replayed) == [[]] * world
+
+
+@on_2_and_4
+def test_two_owners_replay_at_once_in_opposite_orders(world):  # R-A2 # R-F1
+    assert on_ranks(world, graphs) == [(0, {str(TARGET): 2, str(DRAFT): 2})] * world
+
+
+@on_2_and_4
+def test_a_capture_outside_a_scope_is_refused(world):  # R-B7
+    def body(here):
         layer, shape = here.layer(), (1, HEADS, QUERY_HEAD_SIZE)
         query = torch.zeros(shape, device=here.device).bfloat16()
         with pytest.raises(NoScopeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             layer.query_gather(query)
-        titles = [table(usage).splitlines()[0] for usage in here.ledger.usage()]
-        said, taken, pools = memory(here)
-        return titles, said, taken, pools
 
-    for titles, said, taken, pools in on_ranks(world, body):
+    on_ranks(world, body)
+
+
+@on_2_and_4
+def test_profiles_leave_nothing_and_channels_take_what_the_table_says(world):
+    # R-C2 # C45
+    def body(here):
+        for dtype in DTYPES:  # a pool each
+            here.layer(dtype)
+        grown = profiles(here)
+        titles = [table(usage).splitlines()[0] for usage in here.ledger.usage()]
+        return grown, titles, *memory(here)
+
+    for grown, titles, said, taken, pools in on_ranks(world, body):
+        assert abs(grown) <= 4 << 20
         assert len(titles) == 3  # tensor parallel, and a pool for each dtype
         assert "b12x DCP all-to-all of dcp:0" in titles[1]
         # The driver reserves 2 MiB at a time, for each rank on this GPU.
