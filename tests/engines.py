@@ -223,8 +223,8 @@ def _answer(
         [line for line in lines.said if not line.startswith("Graph channels: ")],
         report(engine),
     )
-    # a draft still computes when the last tokens are there: whoever ends under MPS
-    # with kernels in flight takes every other process of the GPU along
+    # a draft still computes when the last tokens are there; a process that ends with
+    # kernels in flight may take along every other one that shares its GPU over MPS
     engine.llm_engine.engine_core.shutdown()
     return answer
 

@@ -45,13 +45,16 @@ def run(
         marked, before = leftovers.Marked(), used_bytes()
         try:
             tests += session.run_file(file, marked, deadline)
-        except session.Interrupted as interrupted:
-            tests += interrupted.tests
-            unrun = str(interrupted)
-        processes = leftovers.await_end(marked)
-        gpu_bytes = leftovers.await_memory(used_bytes, before)
-        if processes or gpu_bytes:
-            leaks.append(Leak(file, processes, gpu_bytes))
+            processes = leftovers.await_end(marked)
+            gpu_bytes = leftovers.await_memory(used_bytes, before)
+            if processes or gpu_bytes:
+                leaks.append(Leak(file, processes, gpu_bytes))
+        except session.Interrupted as stopped:
+            tests += stopped.tests
+            unrun = session.INTERRUPTED
+        except KeyboardInterrupt:  # its tests had all ended
+            marked.kill()
+            unrun = session.INTERRUPTED
     digest = tree_digest(root)
     return Receipt(started, digest, machine, required_gpus, tests, leaks)
 

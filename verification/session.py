@@ -24,6 +24,8 @@ from verification.receipt import Outcome, Test
 # Importing torch and vLLM, and collecting; nothing of a test's own.
 _START_SECONDS = 180.0
 _DRAIN_SECONDS = 0.2
+# Why a test was not run, where somebody stopped the run.
+INTERRUPTED = "interrupted"
 
 
 @dataclass
@@ -62,7 +64,7 @@ class Interrupted(Exception):
     """Somebody stopped a file's run; ``tests`` are those of the file, run or not."""
 
     def __init__(self, tests: list[Test]) -> None:
-        super().__init__("interrupted")
+        super().__init__(INTERRUPTED)
         self.tests = tests
 
 
@@ -105,7 +107,7 @@ def _interrupted(
 ) -> list[Test]:
     """The results, and what has not ended."""
     waiting = [file] if progress.collected is None else progress.waiting()
-    unrun = [Test(id, Outcome.NOT_RUN, 0.0, "interrupted") for id in waiting]
+    unrun = [Test(id, Outcome.NOT_RUN, 0.0, INTERRUPTED) for id in waiting]
     return [*(results | progress.ended).values(), *unrun]
 
 

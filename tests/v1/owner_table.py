@@ -151,7 +151,7 @@ _PACKED = (
     "packs away a weight that it reads"
 )
 _ON_GPU = "GPU: NCCL's tokens, these owners"
-_DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners, over MPS"
+_DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners"
 _TINY = f"{_ON_GPU}; with weights so small that they hide a wrong sum"
 # Where the engines ran. On the CPU it was V1's runner, which captures no graphs, and
 # one rank for those with drafts.
@@ -222,11 +222,12 @@ vLLM's own methods, with recorders for models, graphs and transports.
 _ENGINES = """
 ## Whole engines
 
-Two ranks on one H200, dummy weights, b12x on channels; each is compared with the same
-engine on NCCL, and its table of channels with the owners. Those with drafts also take
-500 steps and are compared with the engine without a draft. MLA computes in 16 bits,
-where tokens may be nearly equal, so multi-module MTP is compared with NCCL only. Those
-with encoder graphs are asked about images, and their graphs take every one.
+Two ranks on one H200, most over MPS, dummy weights, b12x on channels; each is compared
+with the same engine on NCCL, and its table of channels with the owners. Those with
+drafts also take 500 steps and are compared with the engine without a draft. MLA
+computes in 16 bits, where tokens may be nearly equal, so multi-module MTP is compared
+with NCCL only. Those with encoder graphs are asked about images, and their graphs take
+every one.
 """
 
 _MISSING = """

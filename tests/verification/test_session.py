@@ -172,10 +172,26 @@ def test_a_run_that_is_stopped_leaves_no_process_and_a_receipt(written, monkeypa
     found = receipt.read(out / "receipt.json")
     assert [(test.outcome, test.reason) for test in found.tests] == [
         (Outcome.PASSED, ""),
-        *[(Outcome.NOT_RUN, "interrupted")] * 3,
+        *[(Outcome.NOT_RUN, session.INTERRUPTED)] * 3,
     ]
     assert found.tests[-1].id == files[1]
     assert marked.alive() == [] and found.leaks == []
+
+
+def test_a_run_that_is_stopped_between_files_leaves_a_receipt(written):
+    file = written("def test_good(): pass")
+
+    def used():
+        yield [0]
+        raise KeyboardInterrupt
+
+    asked = used()
+    made = run(Path(), [file, "test_next.py"], Machine([], {}), lambda: next(asked))
+    assert [(test.outcome, test.reason) for test in made.tests] == [
+        (Outcome.PASSED, ""),
+        (Outcome.NOT_RUN, session.INTERRUPTED),
+    ]
+    assert not made.green
 
 
 def test_the_gpu_tests_are_found():
