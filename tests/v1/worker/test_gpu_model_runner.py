@@ -262,6 +262,30 @@ def test_v1_a_failed_profile_is_rolled_back_and_a_second_works(
     assert channels.channels == LANES
 
 
+def test_v1_a_graph_that_an_earlier_error_holds_is_gone_too(profiled, channels):
+    # R-C1 # C18
+    def capture():
+        graph = _Graph()
+        weakref.finalize(graph, channels.events.append, "graph destroyed")
+        raise ValueError("in the capture")
+
+    def fail(*args, **kwargs):
+        try:
+            capture()
+        except ValueError as error:
+            raise RuntimeError("first error") from error
+
+    profiled._warmup_and_capture = fail
+    with pytest.raises(RuntimeError, match="first error"):
+        profiled.profile_cudagraph_memory()
+    assert channels.events[-4:] == [
+        "graph destroyed",
+        "tp synchronize",
+        "tp rollback",
+        "profiling KV freed",
+    ]
+
+
 @pytest.mark.parametrize("failure", [RuntimeError, KeyboardInterrupt, SystemExit])
 def test_v1_a_failing_rollback_is_noted_on_the_first_error(profiled, channels, failure):
     # R-C3 # C18: all ranks are there, so the rest is cleaned up.
