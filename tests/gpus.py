@@ -18,10 +18,15 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from tests import ranks
+from verification.machine import mps_serves
 
 GPUS = torch.cuda.device_count()
 
 needs_gpu = pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU here")
+# Of tests where a rank ends while its kernels run.
+not_over_mps = pytest.mark.skipif(
+    mps_serves(), reason="over NVIDIA's MPS every client of the GPU would end with it"
+)
 
 Body = Callable[[int, torch.device], Any]
 

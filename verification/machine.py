@@ -102,10 +102,10 @@ def described(gpus: Gpus) -> Machine:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = "not installed as a distribution"
-    return Machine(gpus.facts(), versions, _mps_serves())
+    return Machine(gpus.facts(), versions, mps_serves())
 
 
-def _mps_serves() -> bool:
+def mps_serves() -> bool:
     """Whether CUDA programs started from here go through an MPS control daemon.
 
     Source: NVIDIA's Multi-Process Service guide, "CUDA_MPS_PIPE_DIRECTORY".

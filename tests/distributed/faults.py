@@ -213,11 +213,9 @@ _SERVED_INTRODUCTION = """
 `vllm serve` on two ranks. Every row leaves no process after 15 s, no file in
 /dev/shm, no error of a finalizer and none of a group that has gone. The host
 transport's rows are made to happen by `tests/v1/executor/test_served_engine.py`: two
-always, all with `EVERY_END=1`. `test_served_engine_on_gpus.py` beside it is for b12x's;
-of its eighteen rows eleven have run, and not yet these: Ctrl-C in idle, SIGTERM in a
-request and in capture, a killed worker in profiling and in capture, a rank that raises
-in a request and in capture. The exit status is vLLM's own, but for a signal before the
-server is ready, which counts as in a shell.
+always, all with `EVERY_END=1`; b12x's by `test_served_engine_on_gpus.py` beside it. The
+exit status is vLLM's own, but for a signal before the server is ready, which counts as
+in a shell.
 
 The rows with profiling and capture, but for those of an exception, come upon ranks that
 have been in that step for a moment, and would be for longer than the 15 s.

@@ -420,6 +420,7 @@ def test_a_rank_with_too_few_multiprocessors_takes_all_to_nccl(world):  # C29 # 
     assert gpus.values(world, rank_body, DEADLINE, **SWITCHES) == expected
 
 
+@gpus.not_over_mps
 def test_a_self_test_that_a_rank_skips_ends_it_in_time(world):  # C30 # R-E4
     def rank_body(rank, device):
         if rank == 1:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.engines import DEEPSEEK, LLAMA
+from tests.engines import LLAMA
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -27,22 +27,18 @@ MIMO = TARGET | {
     "model_type": "qwen2",
     "num_nextn_predict_layers": 1,
 }
-# With two of them. No layer is far enough up to have experts.
-DEEPSEEK_MTP = (
-    DEEPSEEK
-    | _SMALL
-    | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "first_k_dense_replace": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 2,
-    }
-)
+# With two of them, and without experts.
+EXAONE = TARGET | {
+    "architectures": ["ExaoneMoeForCausalLM"],
+    "model_type": "exaone_moe",
+    "head_dim": 32,
+    "layer_types": ["full_attention"] * 3,
+    "mlp_layer_types": ["dense"] * 3,
+    "sliding_windows": None,
+    "num_nextn_predict_layers": 2,
+    "mtp_layer_types": ["full_attention"] * 2,
+    "mtp_sliding_windows": None,
+}
 
 _DRAFT = TARGET | {"num_hidden_layers": 1}
 EAGLE3 = _DRAFT | {
@@ -105,11 +101,6 @@ class Row:
     target: Mapping[str, Any]
     speculative: Mapping[str, Any]
 
-    @property
-    def exact(self) -> bool:
-        """Whether it computes in float32: MLA's kernels take 16 bits only."""
-        return "kv_lora_rank" not in self.target
-
     def engine(self) -> dict[str, Any]:
         """The options of its engine, with the draft."""
         return {**self.undrafted(), "speculative_config": self.speculative}
@@ -117,8 +108,8 @@ class Row:
     def undrafted(self) -> dict[str, Any]:
         """The options of the engine without a draft."""
         return {
-            "dtype": "float32" if self.exact else "bfloat16",
-            "attention_backend": "TRITON_ATTN" if self.exact else "TRITON_MLA",
+            "dtype": "float32",
+            "attention_backend": "TRITON_ATTN",
             "compilation_config": _GRAPHS | {"cudagraph_mode": self.graphs},
         }
 
@@ -156,7 +147,7 @@ ROWS = {
         "FULL_DECODE_ONLY",
         ("target", "multi_module_mtp"),
         "mtp",
-        target=DEEPSEEK_MTP,
+        target=EXAONE,
     ),
     "V2, DFlash, FULL_DECODE_ONLY": _row(
         V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH

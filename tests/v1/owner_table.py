@@ -140,6 +140,7 @@ NO_ENGINE = (
     ("V1, DBO", "wants data parallelism and experts"),
     ("V1, Gemma4; V2, Gemma4", "its target wants an image processor's files"),
     ("V1, extract_hidden_states", "silent: it records no collective, has no channel"),
+    ("V2, multi-module MTP on MLA", "TRITON_MLA captures no graphs beside a draft"),
     ("V2, draft model", "vLLM 0.28.0's V2 runner refuses it"),
     ("V2, drafts with PIECEWISE graphs alone", "silent, but for the prefill"),
     ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
@@ -152,19 +153,21 @@ _PACKED = (
 )
 _ON_GPU = "GPU: NCCL's tokens, these owners"
 _DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners"
-_TINY = f"{_ON_GPU}; with weights so small that they hide a wrong sum"
 # Where the engines ran. On the CPU it was V1's runner, which captures no graphs, and
 # one rank for those with drafts.
 RAN = {
     "V1, FULL decode": _ON_GPU,
     "V2, FULL decode": _ON_GPU,
     "V1, breakable piecewise, draft model": _ON_GPU,
-    "V2, breakable piecewise": _TINY,
+    "V2, breakable piecewise": _ON_GPU,
     "V1, compiled, profiled": _ON_GPU,
-    "V1, EAGLE, breakable PIECEWISE": _SAME,
-    "V1, EAGLE3, breakable PIECEWISE": _SAME,
+    "V1, EAGLE, breakable PIECEWISE": _DRAFTS,
+    "V1, EAGLE3, breakable PIECEWISE": _DRAFTS,
     "V1, draft model, breakable PIECEWISE": _DRAFTS,
-    "V2, MTP, FULL_DECODE_ONLY": _SAME,
+    "V2, EAGLE, FULL_DECODE_ONLY": _DRAFTS,
+    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _DRAFTS,
+    "V2, MTP, FULL_DECODE_ONLY": _DRAFTS,
+    "V2, multi-module MTP, FULL_DECODE_ONLY": _SAME,
     "V2, DFlash, FULL_DECODE_ONLY": _DRAFTS,
     "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
     "V2, DSpark, FULL_DECODE_ONLY": (
@@ -224,10 +227,8 @@ _ENGINES = """
 
 Two ranks on one H200, most over MPS, dummy weights, b12x on channels; each is compared
 with the same engine on NCCL, and its table of channels with the owners. Those with
-drafts also take 500 steps and are compared with the engine without a draft. MLA
-computes in 16 bits, where tokens may be nearly equal, so multi-module MTP is compared
-with NCCL only. Those with encoder graphs are asked about images, and their graphs take
-every one.
+drafts also take 500 steps and are compared with the engine without a draft. Those with
+encoder graphs are asked about images, and their graphs take every one.
 """
 
 _MISSING = """

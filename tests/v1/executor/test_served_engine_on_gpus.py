@@ -12,7 +12,7 @@ from tests.distributed.faults import SERVED, Blow, During
 from tests.v1.executor.served_engine import READY_SECONDS, ServedEngine, demand_end
 from verification.machine import opened
 
-pytestmark = gpus.needs_gpu
+pytestmark = [gpus.needs_gpu, gpus.not_over_mps]
 
 WORKERS = "tests.v1.executor.faulty_gpu_worker.FaultyGpuWorker"
 _COMPILATION = {

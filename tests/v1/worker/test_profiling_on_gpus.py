@@ -176,6 +176,7 @@ def test_all_ranks_raise_and_a_second_profile_works():  # R-C1 # C18
     assert on_ranks(body) == [True] * WORLD
 
 
+@gpus.not_over_mps
 def test_a_rank_whose_peer_spins_in_a_kernel_ends_in_time():
     # R-C1 # R-D2 # C18 # C49
     def rank_body(rank, device):
@@ -363,6 +364,7 @@ def _start_faulty(folder, fault):
     return engine, lines, time.monotonic() - profiling
 
 
+@gpus.not_over_mps
 @pytest.mark.parametrize(
     "fault, lost",
     [
