@@ -19,14 +19,19 @@ from torch.distributed import Store
 
 from tests import ranks
 from verification.machine import mps_serves
+from vllm.platforms import current_platform
 
-GPUS = torch.cuda.device_count()
+# vLLM built for the CPU uses none, whatever the machine has.
+GPUS = torch.cuda.device_count() if current_platform.is_cuda() else 0
 
-needs_gpu = pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU here")
+needs_gpu = pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU that vLLM uses")
 # Of tests where a rank ends while its kernels run.
 not_over_mps = pytest.mark.skipif(
     mps_serves(), reason="over NVIDIA's MPS every client of the GPU would end with it"
 )
+
+# How many ranks to test: on one GPU two and four, since more take turns for too long.
+WORLDS = [2, 4, *(count for count in (6, 8) if count <= GPUS)]
 
 Body = Callable[[int, torch.device], Any]
 
@@ -44,6 +49,11 @@ def run(
 ) -> list[ranks.Outcome]:
     """The same, for ranks of which some may fail."""
     return ranks.run(count, _with_nccl(count, body, switches), deadline)
+
+
+def sharing(device: torch.device, count: int) -> int:
+    """How many of ``count`` ranks are on this GPU."""
+    return len(range(device.index, count, GPUS))
 
 
 def environment(rank: int, count: int) -> dict[str, str]:

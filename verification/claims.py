@@ -53,15 +53,15 @@ CLAIMS = (
     ),
     Claim(
         "the doctor says of b12x what ranks then do",
-        ("tests/distributed/test_graph_channels_doctor.py::*on_gpus*",),
+        ("tests/distributed/test_graph_channels_doctor_on_gpus.py::*",),
     ),
 )
 
 # Where a claim may have been shown.
 _PLACES: Mapping[str, Callable[[list[Gpu]], bool]] = {
-    "several ranks on one GPU": lambda gpus: len(gpus) == 1,
-    "one rank a GPU": lambda gpus: len(gpus) > 1,
-    "SM120": lambda gpus: any(gpu.capability.startswith("12.") for gpu in gpus),
+    "one GPU": lambda gpus: len(gpus) == 1,
+    "several GPUs": lambda gpus: len(gpus) > 1,
+    "SM120": lambda gpus: all(gpu.capability.startswith("12.") for gpu in gpus),
 }
 
 
@@ -77,7 +77,8 @@ def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) ->
         "# What was verified, and where",
         "",
         "`python -m verification page` makes this from the [receipts](receipts/) that",
-        "`make test-gpu` wrote on somebody's GPUs.",
+        "`make test-gpu` wrote on somebody's GPUs. Tests have two ranks, four or more;",
+        "where there are fewer GPUs, ranks share them.",
         "",
         f"| claim | {' | '.join(_PLACES)} |",
         "|---|" + "---|" * len(_PLACES),

@@ -24,6 +24,8 @@ from verification.receipt import Outcome, Test
 # Importing torch and vLLM, and collecting; nothing of a test's own.
 _START_SECONDS = 180.0
 _DRAIN_SECONDS = 0.2
+# CUDA counts GPUs as NVML does, which tells of the machine and watches its memory.
+_IN_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 # Why a test was not run, where somebody stopped the run.
 INTERRUPTED = "interrupted"
 
@@ -146,7 +148,7 @@ def _run_pytest(
                 stdin=subprocess.DEVNULL,
                 stdout=told,
                 stderr=subprocess.STDOUT,
-                env=dict(marked.environment()) | _importable(),
+                env=dict(marked.environment()) | _importable() | _IN_ORDER,
                 start_new_session=True,
             )
             try:

@@ -14,11 +14,11 @@ from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.platforms import current_platform
 
-SWITCHES = {
-    "VLLM_PCIE_ALLREDUCE_BACKEND": "b12x",
-    "VLLM_B12X_ALLOW_UNVALIDATED_DEVICE": "1",
-}
+SWITCHES = {"VLLM_PCIE_ALLREDUCE_BACKEND": "b12x"}
+if not current_platform.is_device_capability_family(120):
+    SWITCHES["VLLM_B12X_ALLOW_UNVALIDATED_DEVICE"] = "1"
 
 TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
 DRAFT = ChannelId(Owner.DRAFT, Phase.PRODUCTION)
@@ -44,7 +44,10 @@ class Rank:
     def comm(self) -> B12xAllReduce:
         """The transport; an AssertionError if the gate said no."""
         comm = self.group.device_communicator.b12x_comm
-        assert comm is not None
+        assert comm is not None, (
+            "b12x is not used here: `python -m vllm.distributed.graph_channels doctor` "
+            "says why"
+        )
         return comm
 
     @property
@@ -83,7 +86,7 @@ def channel_memory(here: Rank, count: int) -> tuple[int, int]:
     here.ledger.prepare(names[:1])  # and what comes with the first one
     before = _free(here)
     here.ledger.prepare(names)
-    sharing = -(-here.world // gpus.GPUS)
+    sharing = gpus.sharing(here.device, here.world)
     requested = count * sharing * here.comm.inventory()[names[0]]
     return requested, before - _free(here)
 

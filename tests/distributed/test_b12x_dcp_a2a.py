@@ -20,6 +20,7 @@ from tests.distributed.dcp_ranks import (
     wrong,
 )
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.b12x_pcie_dcp import WORLD_SIZES
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.report import table
 from vllm.distributed.graph_channels.scope import NoScopeError
@@ -30,7 +31,9 @@ COVERS = (
 )
 
 pytestmark = gpus.needs_gpu
-on_2_and_4 = pytest.mark.parametrize("world", [2, 4])
+on_all_worlds = pytest.mark.parametrize(
+    "world", [world for world in gpus.WORLDS if world in WORLD_SIZES]
+)
 
 DEADLINE = 280
 PROFILES = [ChannelId(owner, Phase.PROFILE) for owner in (Owner.TARGET, Owner.DRAFT)]
@@ -253,7 +256,7 @@ def memory(here):
     return said, before - free(here), len(here.channels._transports) + 1
 
 
-@on_2_and_4
+@on_all_worlds
 def test_parts_and_queries_are_exchanged(world):  # R-E2 # C19
     def body(here):
         return eager(here), queries(here), other_ways(here)
@@ -261,17 +264,17 @@ def test_parts_and_queries_are_exchanged(world):  # R-E2 # C19
     assert on_ranks(world, body) == [([], [True] * 6, (False, False))] * world
 
 
-@on_2_and_4
+@on_all_worlds
 def test_graphs_exchange_every_kind_of_parts(world):  # R-B1 # C19
     assert on_ranks(world, replayed) == [[]] * world
 
 
-@on_2_and_4
+@on_all_worlds
 def test_two_owners_replay_at_once_in_opposite_orders(world):  # R-A2 # R-F1
     assert on_ranks(world, graphs) == [(0, {str(TARGET): 2, str(DRAFT): 2})] * world
 
 
-@on_2_and_4
+@on_all_worlds
 def test_a_capture_outside_a_scope_is_refused(world):  # R-B7
     def body(here):
         layer, shape = here.layer(), (1, HEADS, QUERY_HEAD_SIZE)
@@ -282,7 +285,7 @@ def test_a_capture_outside_a_scope_is_refused(world):  # R-B7
     on_ranks(world, body)
 
 
-@on_2_and_4
+@on_all_worlds
 def test_profiles_leave_nothing_and_channels_take_what_the_table_says(world):
     # R-C2 # C45
     def body(here):
@@ -290,14 +293,13 @@ def test_profiles_leave_nothing_and_channels_take_what_the_table_says(world):
             here.layer(dtype)
         grown = profiles(here)
         titles = [table(usage).splitlines()[0] for usage in here.ledger.usage()]
-        return grown, titles, *memory(here)
+        return grown, titles, *memory(here), gpus.sharing(here.device, world)
 
-    for grown, titles, said, taken, pools in on_ranks(world, body):
+    for grown, titles, said, taken, pools, sharing in on_ranks(world, body):
         assert abs(grown) <= 4 << 20
         assert len(titles) == 3  # tensor parallel, and a pool for each dtype
         assert "b12x DCP all-to-all of dcp:0" in titles[1]
         # The driver reserves 2 MiB at a time, for each rank on this GPU.
-        sharing = -(-world // gpus.GPUS)
         slack = (2 << 20) * sharing
         assert 12 * said * sharing <= taken + pools * slack
         assert taken <= 12 * sharing * said + 12 * pools * slack

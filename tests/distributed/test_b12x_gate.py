@@ -82,10 +82,16 @@ class Pool(pcie_oneshot.PCIeOneshotAllReducePool):
 
 
 class Runtime:
-    """What is used of the CUDA runtime; it counts what it has given out."""
+    """What is used of the CUDA runtime; it counts what it has given out.
 
-    exports = imports = 0
-    lib = SimpleNamespace(cudaIpcCloseMemHandle=lambda pointer: Runtime._count(-1))
+    As with the real one, what fails is the thread's last error until somebody asks.
+    """
+
+    exports = imports = last_error = 0
+    lib = SimpleNamespace(
+        cudaIpcCloseMemHandle=lambda pointer: Runtime._count(-1),
+        cudaGetLastError=lambda: setattr(Runtime, "last_error", 0),
+    )
 
     @staticmethod
     def _count(change):
@@ -190,6 +196,7 @@ def decisions(fault, *, world=2, faulty=(1,)):
         transport = b12x_all_reduce(communicator, custom_all_reduce=True)
         dist.barrier()  # the next collective is one that all ranks come to
         left = Pool.made, Runtime.exports, Runtime.imports
+        assert Runtime.last_error == 0  # torch would raise it at the next kernel
         demanded = parallel_state._LEDGER.names_demanded_by
         return transport and transport.label, errors, left, demanded
 
@@ -290,8 +297,16 @@ def _fail(error):
     return fail
 
 
+def _fail_in_cuda(text):
+    def fail(*arguments):
+        Runtime.last_error = 1
+        raise RuntimeError(text)
+
+    return fail
+
+
 def no_export(machine):
-    Runtime.cudaIpcGetMemHandle = _fail(RuntimeError("operation not supported"))
+    Runtime.cudaIpcGetMemHandle = _fail_in_cuda("operation not supported")
 
 
 def no_runtime(machine):
@@ -317,7 +332,7 @@ def no_access(machine):
 
 
 def no_open(machine):
-    Runtime.cudaIpcOpenMemHandle = _fail(RuntimeError("invalid device context"))
+    Runtime.cudaIpcOpenMemHandle = _fail_in_cuda("invalid device context")
 
 
 def garbled_record(machine):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch._inductor import cpp_builder
 
-from tests import gpus, ranks
+from tests import ranks
 from tests.distributed import test_b12x_gate
-from tests.distributed.b12x_ranks import SWITCHES, tensor_parallel
 from tests.distributed.test_b12x_gate import Machine, decisions
 from tests.distributed.test_channel_transports import _groups
 from vllm.config import ParallelConfig, VllmConfig
@@ -108,7 +107,7 @@ def pretend_a_gpu():
     os.environ["VLLM_GRAPH_CHANNELS_DEADLINE"] = "10"
     switches._demand_platform = lambda backend: None
     trial.current_platform = SimpleNamespace(dist_backend="gloo", is_cpu=lambda: False)
-    trial._device = lambda rank: test_b12x_gate.DEVICE
+    trial._device = lambda rank, world: test_b12x_gate.DEVICE
     return seen
 
 
@@ -213,6 +212,15 @@ def test_a_rank_that_dies_is_told(monkeypatch):
     found = try_backend(Backend.HOST, 2)
     assert found.standing is Standing.ENDS
     assert found.reason == "rank 0 ended before its time"
+
+
+def test_more_ranks_than_gpus_end_the_engine(monkeypatch):
+    cuda = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False)
+    monkeypatch.setattr(trial, "current_platform", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = try_backend(Backend.CPP, 3)
+    assert found.standing is Standing.ENDS
+    assert "3 ranks want a GPU each and 2 can be seen" in found.reason
 
 
 def test_a_group_of_one_uses_vllms_own():
@@ -348,29 +356,3 @@ def test_the_facts_of_gpus(monkeypatch):
     line = "A GPU, compute capability 12.0, 188 multiprocessors, 98304 MiB"
     assert facts["GPUs"] == f"0: {line}\n1: {line}"
     assert facts["peer access"] == "none between 0 and 1"
-
-
-# On GPUs --------------------------------------------------------------------
-
-
-@gpus.needs_gpu
-def test_the_verdict_on_gpus_is_what_the_engine_does(monkeypatch):  # R-F2
-    for name, value in SWITCHES.items():
-        monkeypatch.setenv(name, value)
-    place = trial._device
-
-    def shared(rank):
-        os.environ.update(gpus.environment(rank, 2))
-        device = place(rank)
-        return torch.device(device.type, device.index % gpus.GPUS)
-
-    monkeypatch.setattr(trial, "_device", shared)
-    found = try_backend(Backend.B12X, 2)
-
-    def body(rank, device):
-        with tensor_parallel(2, device) as here:
-            return here.group.device_communicator.b12x_comm is not None
-
-    uses = gpus.values(2, body, DEADLINE, **SWITCHES)
-    assert uses == [found.standing is Standing.USES] * 2, found.reason
-    assert not torch.cuda.is_initialized()

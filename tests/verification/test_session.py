@@ -2,6 +2,7 @@
 """What a run of test files makes of tests that pass, fail, hang, crash and leak."""
 
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -200,3 +201,11 @@ def test_the_gpu_tests_are_found():
     assert "tests/distributed/test_b12x_fused_all_reduce.py" in found
     assert "tests/v1/distributed/test_b12x_engines.py" in found
     assert "tests/distributed/test_host_graphs.py" not in found
+
+
+def test_a_file_with_tests_for_gpus_has_no_other_tests():
+    root = Path(__file__).parents[2]
+    # they would run there too, on a vLLM that is not the CPU's
+    for file in session.test_files(root):
+        text = Path(root, file).read_text()
+        assert re.search(r"^pytestmark = \[?\s*gpus\.needs_gpu", text, re.M), file

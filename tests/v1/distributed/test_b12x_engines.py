@@ -53,6 +53,8 @@ ENGINES = {
                 "mode": 3,
                 "custom_ops": ["none"],
                 "cudagraph_mode": "FULL_AND_PIECEWISE",
+                # by FlashInfer, where it is installed: the sums would be its own
+                "pass_config": {"fuse_allreduce_rms": False},
             },
             **engines.MEASURED,
         },

@@ -25,6 +25,7 @@ WORK = engines.Work(
 )
 LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
 
+pytestmark = gpus.needs_gpu
 rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 
@@ -51,7 +52,6 @@ def _undrafted(row):
     return _plain[key]
 
 
-@gpus.needs_gpu
 @rows
 def test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft(row):
     # R-A3 # R-B4 # R-F1 # C07

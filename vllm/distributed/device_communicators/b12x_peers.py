@@ -81,7 +81,7 @@ def published(store: Store, rank: int, device: torch.device) -> Iterator[str | N
     Yields:
         Why nothing could be exported; None if it was.
     """
-    pointer, handle, error = None, None, None
+    runtime, pointer, handle, error = None, None, None, None
     try:
         runtime = CudaRTLibrary()
         runtime.cudaSetDevice(device.index)
@@ -89,6 +89,8 @@ def published(store: Store, rank: int, device: torch.device) -> Iterator[str | N
         handle = bytes(runtime.cudaIpcGetMemHandle(pointer))
     except Exception as failure:  # also a library that lacks a function
         error = f"{device} exports no memory to other processes: {failure}"
+        if runtime is not None:
+            _forget_error(runtime)
     record = PeerRecord(_host(), _gpu(device.index), handle)
     store.compare_set(_key(rank), "", record.pack())
     refused = None
@@ -96,7 +98,7 @@ def published(store: Store, rank: int, device: torch.device) -> Iterator[str | N
         yield error
     except Refused as refusal:
         refused = refusal
-    if pointer is not None:
+    if runtime is not None and pointer is not None:
         runtime.cudaFree(pointer)
     if refused is not None:
         raise refused
@@ -143,9 +145,19 @@ def _has_access(device: int, gpu: bytes) -> bool:
 
 def _open_and_close(handle: bytes) -> None:
     runtime = CudaRTLibrary()
-    pointer = runtime.cudaIpcOpenMemHandle(cudaIpcMemHandle_t.from_buffer_copy(handle))
-    # vLLM's wrapper opens handles and closes none.
-    runtime.CUDART_CHECK(runtime.lib.cudaIpcCloseMemHandle(pointer))
+    exported = cudaIpcMemHandle_t.from_buffer_copy(handle)
+    try:
+        pointer = runtime.cudaIpcOpenMemHandle(exported)
+        # vLLM's wrapper opens handles and closes none.
+        runtime.CUDART_CHECK(runtime.lib.cudaIpcCloseMemHandle(pointer))
+    except RuntimeError:
+        _forget_error(runtime)
+        raise
+
+
+def _forget_error(runtime: CudaRTLibrary) -> None:
+    """Have this thread's last error not raised by torch, at its next kernel launch."""
+    runtime.lib.cudaGetLastError()
 
 
 def _key(rank: int) -> str:

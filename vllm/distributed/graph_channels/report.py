@@ -16,12 +16,14 @@ _HEADINGS = ("channel", "owner", "bytes", "launches recorded")
 def report_graph_channels() -> None:
     """Log what channels the groups of this process have, once captures are done.
 
-    Local. One rank of each group says it, for all are alike. A process without
+    Local. All ranks of a group are alike, and so are the DCP groups of one tensor
+    parallel group: who is first in all of its groups says it. A process without
     channels says nothing.
     """
     ledger = parallel_state._LEDGER
-    for usage in () if ledger is None else ledger.usage():
-        if usage.rank == 0:
+    usages = () if ledger is None else ledger.usage()
+    if all(usage.rank == 0 for usage in usages):
+        for usage in usages:
             logger.info("%s", table(usage))
 
 

@@ -124,8 +124,9 @@ def _open(backend: Backend, rank: int, world: int, store: str) -> Trial:
     try:
         parallel_state.start_graph_channels()
         _demand_room(world)
+        device = _device(rank, world)
         if backend is not Backend.CPP and world > 1:
-            _open_all_reduce(backend, rank, world, store)
+            _open_all_reduce(backend, rank, world, device, store)
     except (Refused, b12x_gate.Unavailable) as refusal:
         return Trial(backend, Standing.GOES_ON, str(refusal))
     except (RuntimeError, ValueError) as failure:
@@ -165,8 +166,9 @@ def _demand_cores(world: int) -> None:
         ) from failure
 
 
-def _open_all_reduce(backend: Backend, rank: int, world: int, store: str) -> None:
-    device = _device(rank)
+def _open_all_reduce(
+    backend: Backend, rank: int, world: int, device: torch.device, store: str
+) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -186,6 +188,15 @@ def _open_all_reduce(backend: Backend, rank: int, world: int, store: str) -> Non
         open_b12x_all_reduce(communicator, place)
 
 
-def _device(rank: int) -> torch.device:
-    """Where an engine puts a rank: on a GPU of its own."""
+def _device(rank: int, world: int) -> torch.device:
+    """Where an engine puts a rank: on a GPU of its own.
+
+    Raises:
+        RuntimeError: There are not as many.
+    """
+    if current_platform.is_cuda() and world > (there := torch.cuda.device_count()):
+        raise RuntimeError(
+            f"{world} ranks want a GPU each and {there} can be seen; ask for fewer "
+            "ranks, or see what CUDA_VISIBLE_DEVICES leaves out"
+        )
     return torch.device(current_platform.device_type, rank)
