@@ -59,24 +59,6 @@ def start_graph_channels() -> None:
         _LEDGER = make_ledger()
 
 
-def checkpoint_graph_channels() -> GraphChannelsCheckpoint | None:
-    """Note what every channel transport holds, before a disposable capture. Local."""
-    return None if _LEDGER is None else _LEDGER.checkpoint()
-
-
-def rollback_graph_channels(
-    checkpoint: GraphChannelsCheckpoint | None,
-    failure: BaseException | None = None,
-) -> None:
-    """Free the channels made since a checkpoint. All ranks call it.
-
-    The graphs are gone by then. ``failure`` is what the capture raised, if it
-    did: a rollback that fails too is noted on it and not raised in its place.
-    """
-    if _LEDGER is not None and checkpoint is not None:
-        _LEDGER.rollback(checkpoint, failure)
-
-
 def close_graph_channels() -> None:
     """Close the channels of all groups, before the first of them is destroyed.
 
@@ -143,7 +125,7 @@ EDITS: dict[str, tuple[Edit, ...]] = {
         ),
         add_import(
             statement="from vllm.distributed.graph_channels.ledger "
-            "import GraphChannelsCheckpoint, Ledger, admission"
+            "import Ledger, admission"
         ),
         insert_before(definition="graph_capture", code=_OWNERSHIP),
         prepend_to(function="initialize_model_parallel", code="start_graph_channels()"),

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from b12x.comm.pcie import pcie_oneshot
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.distributed.test_b12x_pools import (
@@ -185,6 +185,18 @@ def test_a_capture_outside_any_scope_is_refused_at_the_call(now):  # R-B7 # C09
     with now.recording(), pytest.raises(NoScopeError, match="graph_capture"):
         transport.all_reduce(torch.ones(8))
     assert transport.recorded() == {}
+
+
+@both_pools
+def test_a_silent_owner_does_not_get_the_channel_around_it(make, now):  # R-B4 # R-A2
+    transport, ledger = adapter(make()), Ledger(deadline=5, closing_deadline=5)
+    ledger.register(transport, Group("tp:0", Electorate(HashStore(), 0, 1, "tp:0")))
+    ledger.silence([Owner.ENCODER])
+    with ledger.scope(TARGET), now.recording():
+        assert asked(transport) == TARGET
+        refused = pytest.raises(RuntimeError, match="encoder.* said to record no coll")
+        with owner_scope(Owner.ENCODER), refused:
+            asked(transport)
 
 
 def test_an_eager_lane_has_to_be_prepared(now):  # R-B8

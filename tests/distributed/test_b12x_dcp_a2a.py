@@ -97,7 +97,7 @@ def eager(here):
 def replayed(here):
     """Every kind of parts from graphs, in both dtypes and bases; what was wrong."""
     failed, target = [], PROFILES[0]
-    checkpoint = parallel_state.checkpoint_graph_channels()
+    checkpoint = parallel_state.get_graph_channels().checkpoint()
     with parallel_state.graph_capture(here.device, channel_id=target) as context:
         for dtype, base_e in product(DTYPES, (True, False)):
             layer = here.layer(dtype, base_e=base_e)
@@ -109,7 +109,7 @@ def replayed(here):
                 if wrong(found, parts.wanted(here.rank, base_e=base_e)):
                     failed.append((parts.name, dtype, base_e))
                 graph.reset()
-    parallel_state.rollback_graph_channels(checkpoint)
+    parallel_state.get_graph_channels().rollback(checkpoint)
     return failed
 
 
@@ -217,7 +217,7 @@ def profiles(here):
 
     before, left = here.ledger.inventory(), []
     for _ in range(4):
-        checkpoint = parallel_state.checkpoint_graph_channels()
+        checkpoint = parallel_state.get_graph_channels().checkpoint()
         made = [recorded(here, channel_id, step) for channel_id in PROFILES]
         during = here.ledger.inventory()
         assert all(
@@ -227,7 +227,7 @@ def profiles(here):
             graph.reset()
         del made, graph
         torch.cuda.synchronize()
-        parallel_state.rollback_graph_channels(checkpoint)
+        parallel_state.get_graph_channels().rollback(checkpoint)
         assert here.ledger.inventory() == before
         torch.cuda.empty_cache()
         left.append(free(here))

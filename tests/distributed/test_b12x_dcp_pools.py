@@ -7,7 +7,7 @@ stood in for: by gloo, so that results are right or wrong.
 """
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic
 
 import pytest
@@ -273,7 +273,7 @@ def test_tp_and_dcp_in_one_scope_are_entered_once_and_rolled_back_to_the_byte():
         before = here.ledger.inventory()
         assert [list(channels) for channels in before.values()] == [[], [LANE], [LANE]]
         for _ in range(3):
-            checkpoint = parallel_state.checkpoint_graph_channels()
+            checkpoint = parallel_state.get_graph_channels().checkpoint()
             for channel_id in PROFILES:
                 with here.ledger.scope(channel_id):
                     for layer in layers[::2]:
@@ -282,7 +282,7 @@ def test_tp_and_dcp_in_one_scope_are_entered_once_and_rolled_back_to_the_byte():
             assert all(
                 {*map(str, PROFILES)} <= channels.keys() for channels in during.values()
             )
-            parallel_state.rollback_graph_channels(checkpoint)
+            parallel_state.get_graph_channels().rollback(checkpoint)
             assert here.ledger.inventory() == before
         profiled = entered.copy()
         entered.clear()
@@ -395,6 +395,24 @@ def test_a_group_that_goes_without_says_so_once(why, monkeypatch):
     (line,) = first[0]
     assert line.startswith("dcp:0 goes on without graph channels: ") and reason in line
     assert first[1] == second[1] == (1 if why in ("gate", "pool") else 0)
+
+
+def test_after_a_pool_that_could_not_be_made_no_other_is_asked_for(monkeypatch):
+    # R-E1 # R-F1
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+    def body(here):
+        def fail():
+            raise RuntimeError("out of memory")
+
+        b12x_pcie_dcp.open_dcp = lambda seat, geometry, seconds: b12x_gate.make_pool(
+            seat, fail, seconds
+        )
+        with errors(monkeypatch) as said:
+            layers = [here.layer(heads=heads) for heads in (HEADS, 2 * HEADS)]
+        return [layer.over_channels for layer in layers], len(said)
+
+    assert on_ranks(body) == [([False, False], 1), ([False, False], 0)]
 
 
 def test_a_self_test_with_wrong_results_ends_the_start():  # R-E4

@@ -192,7 +192,7 @@ def test_graphs_with_products_survive_profile_graphs(world):  # C50 # R-C1
         def layer():
             return here.group.all_reduce(torch.mm(tensor, weight))
 
-        checkpoint = parallel_state.checkpoint_graph_channels()
+        checkpoint = parallel_state.get_graph_channels().checkpoint()
         with capturing(here, PROFILE) as record:
             profiles = [record(layer) for _ in range(3)]
         with capturing(here, TARGET) as record:
@@ -235,12 +235,12 @@ def test_a_rollback_frees_profile_channels_and_no_other(world):  # R-C2 # C13
         tensor = here.numbers((4, 1024))
         before = here.ledger.inventory()
         for _ in range(3):
-            checkpoint = parallel_state.checkpoint_graph_channels()
+            checkpoint = parallel_state.get_graph_channels().checkpoint()
             with capturing(here, PROFILE) as record:
                 graph, _ = record(lambda: here.group.all_reduce(tensor))
             assert here.ledger.inventory() != before
             graph.reset()
-            parallel_state.rollback_graph_channels(checkpoint)
+            parallel_state.get_graph_channels().rollback(checkpoint)
             assert here.ledger.inventory() == before
         with capturing(here, TARGET) as record:
             graph, summed = record(lambda: here.group.all_reduce(tensor))

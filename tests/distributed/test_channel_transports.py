@@ -102,7 +102,7 @@ def test_without_the_switch_nothing_is_there():  # R-A5
         with _groups(rank, 2, store) as group:
             assert group.device_communicator.host_channels is None
             assert parallel_state._LEDGER.inventory() == {}
-            assert parallel_state.checkpoint_graph_channels() is not None
+            assert parallel_state.get_graph_channels().checkpoint() is not None
             return _sums(group, (5,))
 
     assert ranks.values(2, body, DEADLINE) == [_expected(2, (5,))] * 2

@@ -57,32 +57,6 @@ def test_a_call_that_blocks_is_left_behind_on_a_daemon_thread():  # R-D2
     assert not left.is_alive()
 
 
-def test_the_prelude_runs_first_on_the_same_thread():  # R-D2
-    seen = []
-
-    def note():
-        seen.append(threading.current_thread())
-
-    run_with_deadline(note, 10, "a call", prelude=note)
-    assert len(seen) == 2
-    assert seen[0] is seen[1] is not threading.current_thread()
-
-
-def test_a_failing_prelude_keeps_the_function_from_running():
-    def prelude():
-        raise RuntimeError("no such device")
-
-    with pytest.raises(RuntimeError, match="no such device"):
-        run_with_deadline(lambda: pytest.fail("ran"), 10, "a call", prelude=prelude)
-
-
-def test_the_prelude_counts_against_the_deadline():  # R-D2
-    release = threading.Event()
-    with pytest.raises(DeadlineMissed):
-        run_with_deadline(lambda: None, 0.1, "a call", prelude=release.wait)
-    release.set()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_the_caller_leaves_at_once(error):
     def interrupt(*_):

@@ -13,7 +13,11 @@ from vllm.distributed.device_communicators import host_operations
 from vllm.distributed.device_communicators.host_segments import (
     HostChannelError,
 )
-from vllm.distributed.graph_channels.identity import EagerLane
+from vllm.distributed.graph_channels.identity import EagerLane, Owner
+from vllm.distributed.graph_channels.ledger import Ledger
+from vllm.distributed.graph_channels.scope import owner_scope
+from vllm.distributed.graph_channels.together import Group
+from vllm.distributed.graph_channels.vote import Electorate
 
 DTYPES = list(host_operations.DTYPES)
 
@@ -223,6 +227,20 @@ def test_settings_out_of_range_are_refused(settings, reason):  # R-F3
 def test_a_lane_that_was_not_prepared_is_named():  # R-B8
     with pytest.raises(HostChannelError, match="no channel vllm:eager:allreduce .*pre"):
         host_channels(0, 2, None).all_reduce(torch.zeros(1))
+
+
+def test_a_silent_owner_does_not_get_the_channel_around_it():  # R-B4 # R-A2
+    def body(rank, store):
+        transport = host_channels(rank, 2, store)
+        ledger = Ledger(deadline=5, closing_deadline=5)
+        ledger.register(transport, Group("tp:0", Electorate(store, rank, 2, "tp:0")))
+        ledger.silence([Owner.ENCODER])
+        refused = pytest.raises(RuntimeError, match="encoder.* said to record no coll")
+        with ledger.scope(TARGET), owner_scope(Owner.ENCODER), refused:
+            transport.all_reduce(torch.ones(4))
+        ledger.close()
+
+    ranks.values(2, body, 30)
 
 
 def test_ranks_in_different_operations_are_told_of_both():

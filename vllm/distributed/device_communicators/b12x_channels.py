@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane
-from vllm.distributed.graph_channels.scope import NoScopeError, active_channel
+from vllm.distributed.graph_channels.scope import NoScopeError, demand_owner
 from vllm.distributed.graph_channels.stream_roles import stream_role
 from vllm.distributed.graph_channels.transport import Checkpoint, Checkpoints
 from vllm.logger import init_logger
@@ -209,7 +209,7 @@ class B12xChannels:
         capturing = is_capturing(self._device)
         if self._scopes:
             channel = self._scopes[-1]
-            self._demand_owner(channel, what)
+            demand_owner(channel.name, f"{self.label}: {what}")
         elif capturing:
             raise NoScopeError(
                 f"{self.label}: {what} is captured into a graph, and no scope names "
@@ -276,16 +276,6 @@ class B12xChannels:
         channel = B12xChannel(lane, runtime, _handle(_current_stream(self._device)))
         self._used[lane] = channel
         return channel
-
-    def _demand_owner(self, channel: B12xChannel, what: str) -> None:
-        """An owner without a channel must not use that of the scope around it."""
-        owner = active_channel()
-        if owner is not None and owner != channel.name:
-            raise RuntimeError(
-                f"{self.label}: {what} in the scope of {owner}, which has no channel "
-                "because its graphs were said to record no collective; see "
-                "vllm/v1/worker/graph_owners.py"
-            )
 
     def _demand_stream(self, channel: B12xChannel, what: str) -> None:
         stream = _handle(_current_stream(self._device))

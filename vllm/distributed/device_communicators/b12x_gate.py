@@ -258,7 +258,11 @@ def _device_refusal(device: torch.device, needs: Needs) -> str | None:
 
 
 def _demand_nccl(seat: Seat, until: float) -> None:
+    began = False
+
     def reduce() -> None:
+        nonlocal began
+        began = True
         with torch.cuda.device(seat.device):
             ones = torch.ones(1, device=seat.device)
             dist.all_reduce(ones, group=seat.device_group)
@@ -268,6 +272,11 @@ def _demand_nccl(seat: Seat, until: float) -> None:
     try:
         seat.group.together("reduce over NCCL", reduce, until)
     except Exception as failure:
+        if not began:
+            raise RuntimeError(
+                f"{failure}. It failed before, which its log says, or does not want "
+                "b12x: VLLM_PCIE_ALLREDUCE_BACKEND has to be the same on all ranks"
+            ) from failure
         raise RuntimeError(
             f"{seat.group.name}: NCCL, over which b12x exchanges its handles, does not "
             f"work: {failure}. NCCL_P2P_DISABLE=1 takes it off the PCIe peer path, "

@@ -146,6 +146,7 @@ def asked_for(
     store = PrefixStore(f"graph_channels/{name}/{members}", _get_default_store())
     rank, size = communicator.rank_in_group, communicator.world_size
     group = Group(name, Electorate(store, rank, size, name))
+    ledger.watch(group)
     return Place(ledger, switches, group, store)
 
 

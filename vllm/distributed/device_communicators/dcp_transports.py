@@ -119,7 +119,8 @@ def _opened(
         else:
             transport = _open_host(channels, geometry)
     except (Refused, b12x_gate.Unavailable) as refused:
-        channels.refused = switches.backend is Backend.B12X and not channels.admitted
+        if switches.backend is Backend.B12X and not channels.admitted:
+            channels.refused = True
         go_without(ledger, group, refused)
         return None
     if isinstance(transport, B12xDcp):
@@ -154,7 +155,11 @@ def _open_b12x(
         needs = b12x_pcie_dcp.needs(switches.allow_unvalidated)
         b12x_gate.admit(seat, needs, "use b12x's DCP all-to-all", seconds)
         channels.admitted = True
-    return b12x_pcie_dcp.open_dcp(seat, geometry, seconds)
+    try:
+        return b12x_pcie_dcp.open_dcp(seat, geometry, seconds)
+    except (Refused, b12x_gate.Unavailable):
+        channels.refused = True  # after a failure nothing is begun in a group
+        raise
 
 
 def _seat(coordinator: Coordinator, channels: DcpChannels) -> b12x_gate.Seat:

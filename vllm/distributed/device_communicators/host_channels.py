@@ -22,6 +22,7 @@ from vllm.distributed.device_communicators.host_segments import (
     HostChannelError,
 )
 from vllm.distributed.graph_channels.identity import EagerLane
+from vllm.distributed.graph_channels.scope import demand_owner
 
 
 class Recorder(Protocol):
@@ -143,7 +144,10 @@ class HostChannels(HostLifecycle):
                 f"{self.label}: {operation} is a message of {size} bytes, above the "
                 f"{self._max_bytes} that a slot holds; raise max_bytes or split it"
             )
-        name = self.active_channel() or lane
+        channel_id = self.active_channel()
+        if channel_id is not None:
+            demand_owner(channel_id, f"{self.label}: {operation}")
+        name = channel_id or lane
         channel = self._channels.get(name)
         if channel is None:
             raise HostChannelError(

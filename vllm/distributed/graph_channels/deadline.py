@@ -30,7 +30,6 @@ def run_with_deadline(
     function: Callable[[], Result],
     seconds: float,
     what: str,
-    prelude: Callable[[], object] | None = None,
 ) -> Result:
     """Call a function on a thread of its own, and wait for it only so long.
 
@@ -43,21 +42,18 @@ def run_with_deadline(
         function: What to call.
         seconds: How long to wait.
         what: Names the call, in the error and the thread's name.
-        prelude: Called on that thread first, to set its CUDA device.
 
     Raises:
-        DeadlineMissed: The function or its prelude has not returned in time.
+        DeadlineMissed: The function has not returned in time.
         ValueError: The deadline is not a positive, finite number of seconds.
-        BaseException: Whatever the two raised, with its traceback. An interrupt
-            of the waiting thread leaves at once, and the call behind.
+        BaseException: Whatever it raised, with its traceback. An interrupt of the
+            waiting thread leaves at once, and the call behind.
     """
     demand_seconds(seconds)
     call: Future[Result] = Future()
 
     def work() -> None:
         try:
-            if prelude is not None:
-                prelude()
             call.set_result(function())
         except BaseException as error:
             call.set_exception(error)

@@ -69,6 +69,7 @@ class Ledger:
         self.names_demanded_by = self._chosen_by = names_demanded_by
         self._deadline = deadline
         self._closing_deadline = closing_deadline
+        self._watched: list[Group] = []
         self._groups: list[Group] = []
         self._members: list[Member] = []
         # First entries that the groups agreed to, with or without a transport.
@@ -78,6 +79,10 @@ class Ledger:
         self._silent: frozenset[Owner] = frozenset()
         self._abandoned: str | None = None
         self._said: set[Member] = set()
+
+    def watch(self, group: Group) -> None:
+        """Count a group in ``lost``, which has nothing to vote on yet. Local."""
+        self._watched.append(group)
 
     def add_group(self, group: Group) -> None:
         """Let a group's ranks vote on captures, before it has any transport. Local."""
@@ -96,6 +101,10 @@ class Ledger:
             transport: Closed by this ledger from now on.
             group: The ranks that share it, all of which register theirs.
             lanes: Prepared at once, for what runs outside any scope.
+
+        Raises:
+            RuntimeError: A rank could not prepare them, on all ranks: what others
+                prepared is mapped, and nothing can go on from there.
         """
         if any(member.transport is transport for member in self._members):
             return
@@ -104,11 +113,17 @@ class Ledger:
         member = Member(transport, group)
         self._members.append(member)  # now, to be closed even if the next step fails
         if lanes:
-            group.together(
-                _preparing(lanes),
-                lambda: transport.prepare(lanes),
-                self._until(),
-            )
+            try:
+                group.together(
+                    _preparing(lanes),
+                    lambda: transport.prepare(lanes),
+                    self._until(),
+                )
+            except Exception as failure:
+                raise RuntimeError(
+                    f"{transport.label} cannot {_preparing(lanes)}: {failure}; unset "
+                    f"{self._chosen_by} to do without"
+                ) from failure
         for snapshot in self._checkpoints.honoured():
             snapshot.add(member)
         for scope in open_scopes():
@@ -121,7 +136,8 @@ class Ledger:
 
         A rank did not come to a step in time, or this one left in the middle.
         """
-        return next(filter(None, (group.lost for group in self._groups)), None)
+        groups = {*self._watched, *self._groups}
+        return next(filter(None, (group.lost for group in groups)), None)
 
     def silence(self, owners: Iterable[Owner]) -> None:
         """Name the owners whose graphs record no collective. Local.

@@ -48,23 +48,22 @@ def active_channel() -> ChannelId | None:
     return _open[-1].channel_id if _open else None
 
 
-def demand_channel(what: str) -> ChannelId:
-    """The channel that a graph under capture communicates on.
+def demand_owner(channel_id: ChannelId, what: str) -> None:
+    """See to it that an owner without a channel uses no other owner's.
 
     Args:
-        what: What is being recorded, for the error.
+        channel_id: Of the scope that a transport takes part in.
+        what: What is to be done on that channel, for the error.
 
     Raises:
-        NoScopeError: No named scope is open.
+        RuntimeError: The innermost scope is another, whose owner was silenced.
     """
-    channel_id = active_channel()
-    if channel_id is None:
-        raise NoScopeError(
-            f"{what} is captured into a graph, and no scope names the graph's owner; "
-            "capture inside vllm.distributed.parallel_state.graph_capture(device, "
-            "channel_id=...)"
+    owner = active_channel()
+    if owner is not None and owner != channel_id:
+        raise RuntimeError(
+            f"{what} in the scope of {owner}, which has no channel because its graphs "
+            "were said to record no collective; see vllm/v1/worker/graph_owners.py"
         )
-    return channel_id
 
 
 def no_transports(channel_id: ChannelId | None, members: ExitStack) -> None:

@@ -117,8 +117,7 @@ class Group:
             until: When it has to be over, on the monotonic clock.
             insist: Whether to ask again when a rank wanted something else: it has
                 been refused, and may come round.
-            closing: Whether it is a close, which may follow a failure and, if
-                it goes well, makes the group usable again.
+            closing: Whether it is a close, which may follow a failure.
 
         Raises:
             Refused: Not begun, or it failed on another rank. In the second case
@@ -146,7 +145,6 @@ class Group:
         self._lost = self._lost or self._unfinished(failure)
         if failure is not None:
             raise failure
-        self._failed = None
 
     def _begin(self, subject: str, until: float, insist: bool) -> None:
         while True:
