@@ -109,9 +109,9 @@ if ranks_are_lost():
             code="""
 if envs.VLLM_PCIE_ALLREDUCE_BACKEND != "cpp":
     # lazy import: only where it is asked for
-    from vllm.distributed.graph_channels.combinations import judge_combinations
+    from vllm.distributed.graph_channels.combinations import refuse_combinations
 
-    judge_combinations(self)
+    refuse_combinations(self)
 """,
         ),
     ),

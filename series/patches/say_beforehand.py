@@ -28,12 +28,12 @@ EDITS: dict[str, tuple[Edit, ...]] = {
     "vllm/engine/arg_utils.py": (
         add_import(
             statement="from vllm.distributed.graph_channels.switches "
-            "import check_switches"
+            "import check_switches, tell_if_unused"
         ),
         insert_below(
             function="EngineArgs.create_engine_config",
             statement="envs.validate_environ",
-            code="check_switches()",
+            code="check_switches()\ntell_if_unused(self.tensor_parallel_size)",
         ),
     ),
     "vllm/entrypoints/cli/serve.py": (

@@ -5,8 +5,7 @@ import pytest
 
 from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
-from vllm.distributed.graph_channels import combinations
-from vllm.distributed.graph_channels.combinations import judge_combinations
+from vllm.distributed.graph_channels.combinations import refuse_combinations
 
 COVERS = ("vllm/config/vllm.py",)
 
@@ -44,20 +43,7 @@ def test_the_executors_that_are_handled_are_taken(monkeypatch, executor):  # R-D
     monkeypatch.setenv(BACKEND, "host")
     config = VllmConfig()
     config.parallel_config.distributed_executor_backend = executor
-    judge_combinations(config)
-
-
-@pytest.mark.parametrize(("ranks", "lines"), [(1, 1), (2, 0)])
-def test_one_rank_is_told_that_it_has_nobody(monkeypatch, ranks, lines):  # R-F1 # C47
-    monkeypatch.setenv(BACKEND, "b12x")
-    said = []
-    config = VllmConfig()
-    config.parallel_config.tensor_parallel_size = ranks
-    logger = combinations.logger
-    monkeypatch.setattr(logger, "warning_once", lambda form, it: said.append(form % it))
-    judge_combinations(config)
-    assert len(said) == lines
-    assert all(f"{BACKEND}=b12x is not used" in line for line in said)
+    refuse_combinations(config)
 
 
 def test_a_process_checkpoint_is_refused_before_anything(monkeypatch):  # R-D5

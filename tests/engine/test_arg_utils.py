@@ -3,6 +3,7 @@
 
 import pytest
 
+from vllm.distributed.graph_channels import switches
 from vllm.engine.arg_utils import EngineArgs
 
 COVERS = ("vllm/engine/arg_utils.py",)
@@ -43,6 +44,24 @@ def test_it_is_refused_before_a_model_is_looked_for(
     with pytest.raises(ValueError, match=words) as caught:
         arguments.create_engine_config()
     assert str(caught.value).startswith(f"{name}=")
+
+
+@pytest.mark.parametrize(
+    ("value", "ranks", "lines"), [("host", 1, 1), ("host", 2, 0), ("cpp", 1, 0)]
+)
+def test_one_rank_is_told_that_it_has_nobody(
+    monkeypatch, arguments, value, ranks, lines
+):  # R-F1 # C47
+    monkeypatch.setenv(BACKEND, value)
+    said = []
+    monkeypatch.setattr(
+        switches.logger, "error", lambda form, *what: said.append(form % what)
+    )
+    arguments.tensor_parallel_size = ranks
+    with pytest.raises(LookupError):
+        arguments.create_engine_config()
+    assert len(said) == lines
+    assert all(f"{BACKEND}=host is not used" in line for line in said)
 
 
 @pytest.mark.parametrize("value", ["cpp", "host"])

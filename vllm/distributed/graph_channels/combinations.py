@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What graph channels cannot be combined with, told before anything starts."""
+"""What graph channels cannot be combined with, refused before anything starts."""
 
 from typing import TYPE_CHECKING
 
 import vllm.envs as envs
-from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
 
-
-def judge_combinations(config: "VllmConfig") -> None:
+def refuse_combinations(config: "VllmConfig") -> None:
     """Refuse a configuration whose ranks come, go or end in ways of their own.
-
-    One that has nobody to reduce with is told so, and goes on.
 
     Raises:
         ValueError: It has such a feature, with a transport switched on.
@@ -32,12 +27,6 @@ def judge_combinations(config: "VllmConfig") -> None:
     for feature, wanted in features.items():
         if wanted:
             raise ValueError(_refusal(feature))
-    if parallel.tensor_parallel_size == 1:
-        logger.warning_once(
-            "VLLM_PCIE_ALLREDUCE_BACKEND=%s is not used: --tensor-parallel-size is 1, "
-            "and one rank has nobody to reduce with",
-            envs.VLLM_PCIE_ALLREDUCE_BACKEND,
-        )
 
 
 def refuse_checkpoints() -> None:

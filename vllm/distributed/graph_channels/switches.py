@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import Enum, unique
 
 import vllm.envs as envs
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 _UNITS = {"": 1, "B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _BYTES = re.compile(r"(\d{1,12}) ?([KMG]?B)?", re.IGNORECASE)
@@ -121,6 +124,17 @@ def check_switches() -> Switches:
     switches = read_switches()
     _demand_platform(switches.backend)
     return switches
+
+
+def tell_if_unused(tensor_parallel_size: int) -> None:
+    """Say so where a backend was chosen and one rank has nobody to reduce with."""
+    backend = read_backend()
+    if tensor_parallel_size == 1 and backend is not Backend.CPP:
+        logger.error(
+            "VLLM_PCIE_ALLREDUCE_BACKEND=%s is not used: --tensor-parallel-size is 1, "
+            "and one rank has nobody to reduce with",
+            backend.value,
+        )
 
 
 def outdated_variables() -> list[str]:
