@@ -30,7 +30,7 @@ from series.landing import (
 )
 from series.patch import load_series
 from series.repository import branch, demand_way_back
-from series.survey import Before, State, survey, version_of
+from series.survey import Before, State, demand_python, survey, version_of
 from series.table import page
 from series.tree import land, recover, revert
 
@@ -114,6 +114,7 @@ def _landing_on(before: Before, modified: bool) -> Landing:
 
 def _land(options: argparse.Namespace) -> int:
     tree: Path = options.tree
+    demand_python(tree)
     recover(tree)
     before = Before(tree, options.backup)
     installed = before.distribution

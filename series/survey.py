@@ -11,6 +11,7 @@ from pathlib import Path
 
 from series import distribution, originals
 from series.distribution import Distribution
+from series.environment import old_python
 from series.errors import SeriesError
 from series.exchange import cut_off
 from series.landing import RECEIPT, Landing
@@ -136,6 +137,16 @@ def survey(tree: Path, landing: Landing, backup: Path | None = None) -> Survey:
     else:
         state = State.OTHER
     return Survey(state, version, _series(now[RECEIPT]), unlike)
+
+
+def demand_python(tree: Path) -> None:
+    """Demand that the Python of a tree can import what the series adds.
+
+    Raises:
+        SeriesError: It is too old.
+    """
+    for fault in old_python(tree):
+        raise SeriesError(fault.expected, found=fault.found, do=fault.do)
 
 
 def touched(tree: Path) -> tuple[list[str], list[str]]:

