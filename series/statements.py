@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verbs that put whole statements somewhere, or others in their place."""
 
+import hashlib
 import textwrap
 from collections.abc import Sequence
 
@@ -93,18 +94,31 @@ def insert_below(
 
 
 @verb
-def replace_body(module: cst.Module, *, function: str, code: str) -> cst.Module:
+def replace_body(
+    module: cst.Module, *, function: str, was: str, code: str
+) -> cst.Module:
     """Replace what a function does; its signature and docstring stay.
 
     Args:
         module: The module to change.
         function: Dotted name of the function.
+        was: The digest of the one body that may go, as a refusal tells it: whatever
+            else upstream or a fork does there would be lost without a word.
         code: Whole statements, not indented.
     """
     place, node = one_function(module, function)
-    kept = node.body.body[: 1 if docstring(node) is not None else 0]
+    below = 1 if docstring(node) is not None else 0
+    kept, old = node.body.body[:below], node.body.body[below:]
     lines = _parsed_body(code)
-    _demand_new(node.body.body, lines[:1], f"another body of {function}")
+    _demand_new(old, lines[:1], f"another body of {function}")
+    found = _digest(old)
+    if found != was:
+        raise SeriesError(
+            f"another body of {function} in place of that with the digest {was!r}",
+            found=f"one with the digest {found!r}, which would be lost",
+            do="read it, put what it has to keep into the patch's code, then write "
+            f"was={found!r} there",
+        )
     block = node.body.with_changes(body=[*kept, *lines])
     return place.replace(node.with_changes(body=block))
 
@@ -184,6 +198,12 @@ def _parsed_body(code: str) -> list[cst.CSTNode]:
     # Comments above the first statement belong to the module when parsed.
     first = first.with_changes(leading_lines=[*parsed.header, *first.leading_lines])
     return [first, *rest]
+
+
+def _digest(body: Sequence[cst.CSTNode]) -> str:
+    """Of what statements are, comments too, wherever the function stands."""
+    text = "\n".join(code_of(statement) for statement in body)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _demand_new(

@@ -108,6 +108,7 @@ if self.ca_comm is not None:
 _CUSTOM_ALL_REDUCE: tuple[Edit, ...] = (
     replace_body(
         function="CustomAllreduce.capture",
+        was="4dc3ca990d35b3a8",
         code="""
 outer, self._IS_CAPTURING = self._IS_CAPTURING, True
 try:
@@ -121,6 +122,7 @@ if not self.disabled:
     ),
     replace_body(
         function="CustomAllreduce.__del__",
+        was="29c7a96288f4e31e",
         code="""
 try:
     self.close()

@@ -75,6 +75,7 @@ if self.over_channels:
     # Another way for the first of two steps.
     replace_body(
         function="MLADCPManager._gather_query",
+        was="76e44a3a1f2170f6",
         code="""
 channels = self.group.dcp_channels
 if channels is not None and channels.takes_query(query):

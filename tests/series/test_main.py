@@ -6,6 +6,7 @@ import re
 import shutil
 import zipfile
 
+import libcst as cst
 import pytest
 
 from series import upstream
@@ -13,9 +14,12 @@ from series.__main__ import main
 from series.landing import RECEIPT, ROOT, compute
 from series.patch import load_series
 from series.table import covering_tests, page
+from series.verbs import prepend_to
 from tests.series import toys
 
 PARALLEL_STATE = "vllm/distributed/parallel_state.py"
+CUSTOM_ALL_REDUCE = "vllm/distributed/device_communicators/custom_all_reduce.py"
+CAPTURE = "CustomAllreduce.capture"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +36,12 @@ def tree(tmp_path, landing):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(read(path))
     return tmp_path
+
+
+def _with_a_line(content):
+    """A file whose function is not quite what the series replaces."""
+    line = prepend_to(function=CAPTURE, code="somebody_elses()")
+    return line.apply(cst.parse_module(content)).bytes
 
 
 def test_check_holds_on_both_bases(capsys):
@@ -67,6 +77,23 @@ def test_check_says_which_patches_hold_on_another_release(
     printed = capsys.readouterr().out
     assert re.search(r"^name_graph_owners: \d of its \d+ edits fail$", printed, re.M)
     assert "exactly one function graph_capture" in printed
+
+
+def test_check_names_a_body_that_upstream_changed(capsys, tmp_path, landing):  # C42
+    def check(changed):
+        with zipfile.ZipFile(tmp_path / "release.whl", "w") as archive:
+            for path, content in {**landing.pristine, **changed}.items():
+                archive.writestr(path, content)
+        status = main(["check", "--base", str(tmp_path / "release.whl")])
+        return status, capsys.readouterr().out
+
+    status, printed = check({})
+    assert (status, printed.count(": holds")) == (0, len(load_series()))
+    moved = _with_a_line(landing.pristine[CUSTOM_ALL_REDUCE])
+    status, printed = check({CUSTOM_ALL_REDUCE: moved})
+    assert status == 1
+    assert re.search(r"^b12x_all_reduce: 1 of its \d+ edits fail$", printed, re.M)
+    assert f"another body of {CAPTURE}" in printed
 
 
 def test_land_and_land_again(capsys, tree, landing):  # C42
@@ -108,6 +135,21 @@ def test_a_landing_says_the_way_back_and_it_is_one(capsys, tree, tmp_path_factor
     assert "on files that were not the release's" in printed
     assert main(line.split()) == 0
     assert (tree / PARALLEL_STATE).read_text() == fork
+
+
+def test_a_body_that_a_fork_changed_is_not_thrown_away(
+    capsys, tree, tmp_path_factory
+):  # C42
+    fork = _with_a_line((tree / CUSTOM_ALL_REDUCE).read_bytes())
+    (tree / CUSTOM_ALL_REDUCE).write_bytes(fork)
+    before = toys.snapshot(tree)
+    kept = tmp_path_factory.mktemp("kept")
+    assert main(["land", "--modified", "--backup", str(kept), str(tree)]) == 1
+    said = capsys.readouterr().err
+    assert f"b12x_all_reduce, {CUSTOM_ALL_REDUCE}: another body of {CAPTURE}" in said
+    assert "nothing was written" in said
+    assert toys.snapshot(tree) == before
+    assert not any(kept.iterdir())
 
 
 @pytest.mark.parametrize("command", ["land", "revert", "status"])

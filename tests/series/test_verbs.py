@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each verb on invented code: what it makes, and what it refuses."""
 
+import re
 import textwrap
+from hashlib import sha256
 
 import libcst as cst
 import pytest
@@ -45,6 +47,9 @@ def _refusal(edit, before):
         edit.apply(cst.parse_module(_text(before)))
     return str(caught.value)
 
+
+# Of the body that "another body" replaces.
+OLD = sha256(b"# Gone.\nreturn b").hexdigest()[:16]
 
 HITS = {
     "a method, the last one": (
@@ -135,7 +140,7 @@ HITS = {
         """,
     ),
     "another body": (
-        replace_body(function="f", code="with scope():\n    return a"),
+        replace_body(function="f", was=OLD, code="with scope():\n    return a"),
         """
         @decorated
         def f(a, b=1) -> int:
@@ -634,7 +639,24 @@ class C:
         return x
 """
 
+LOST = replace_body(function="C.f", was=OLD, code="return a")
+
 REFUSALS = {
+    "another body, one statement more": (
+        LOST,
+        "class C:\n    def f(self):\n        # Gone.\n        return b\n        go()\n",
+        [f"another body of C.f in place of that with the digest '{OLD}'", "was='"],
+    ),
+    "another body, a comment changed": (
+        LOST,
+        "class C:\n    def f(self):\n        # Needed!\n        return b\n",
+        ["another body of C.f", "which would be lost"],
+    ),
+    "another body, none but the docstring": (
+        LOST,
+        'class C:\n    def f(self):\n        """Do it."""\n',
+        ["another body of C.f", "which would be lost"],
+    ),
     "no such function": (
         add_parameter(function="g", parameter="c=None"),
         "def f(x):\n    go(x)\n",
@@ -826,6 +848,32 @@ def test_an_edit_is_never_made_twice(edit, before, after):
     once = cst.parse_module(_text(after))
     with pytest.raises(SeriesError, match="there already"):
         edit.apply(once)
+
+
+# Indentation, the docstring and the lines' ends are not what a body does.
+@pytest.mark.parametrize(
+    "before",
+    [
+        "def f():\n  # Gone.\n  return b\n",
+        "def f():\r\n    # Gone.\r\n    return b\r\n",
+        'def f():\n    """Doc."""\n\n    # Gone.\n    return b\n\n\nx = 1\n',
+        "if a:\n class C:\n  def f(self):\n   # Gone.\n   return b\n",
+    ],
+    ids=["narrow", "line ends", "docstring", "nested"],
+)
+def test_the_same_body_is_known_wherever_it_stands(before):
+    name = "C.f" if "class" in before else "f"
+    edit = replace_body(function=name, was=OLD, code="return a")
+    after = edit.apply(cst.parse_module(before)).code
+    assert "return a" in after and "Gone" not in after
+
+
+def test_the_digest_that_a_refusal_tells_is_the_one_to_write():
+    before = "def f():\n    return c\n"
+    said = _refusal(replace_body(function="f", was="", code="return a"), before)
+    (told,) = re.findall("was='([0-9a-f]{16})'", said)
+    edit = replace_body(function="f", was=told, code="return a")
+    assert _apply(edit, before) == "def f():\n    return a\n"
 
 
 def test_an_edit_says_itself():
