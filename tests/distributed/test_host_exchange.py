@@ -98,9 +98,12 @@ def test_strangers_get_no_segment_and_do_no_harm():  # R-G1
     ranks.values(2, body, deadline=30)
 
 
-def test_another_users_process_gets_no_segment(monkeypatch):  # R-G1
+@pytest.mark.parametrize(
+    ("here", "reason"), [(0, "rank 0 gave up"), (1, "another user answers for rank 0")]
+)
+def test_another_users_process_gets_no_segment(here, reason, monkeypatch):  # R-G1
     def body(rank, store):
-        if rank == 1:  # as seen from here, rank 0 is of another user
+        if rank == here:  # as seen from here, the other rank is of another user
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(HostChannelError) as failure:
             host_channels(rank, 2, store, deadline=0.5).prepare([TARGET])
@@ -108,4 +111,4 @@ def test_another_users_process_gets_no_segment(monkeypatch):  # R-G1
 
     first, second = ranks.values(2, body, deadline=30)
     assert "waited 0.5 s for rank 1" in first
-    assert "another user answers for rank 0" in second
+    assert reason in second

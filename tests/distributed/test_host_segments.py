@@ -206,6 +206,17 @@ def test_a_wrong_segment_is_not_used(make, reason):  # R-G1
         os.close(fd)
 
 
+def test_another_users_segment_is_not_used(monkeypatch):  # R-G1
+    fd = create_segment("vllm:test", 2, SLOT)
+    owner = os.fstat(fd).st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    try:
+        with pytest.raises(HostChannelError, match="owner, bytes and seals"):
+            HostChannel("vllm:test", fd, 0, 2, SLOT)
+    finally:
+        os.close(fd)
+
+
 def test_a_segment_cannot_be_resized():  # R-G1
     fd = create_segment("vllm:test", 2, SLOT)
     try:
