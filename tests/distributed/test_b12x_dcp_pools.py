@@ -415,16 +415,24 @@ def test_after_a_pool_that_could_not_be_made_no_other_is_asked_for(monkeypatch):
     assert on_ranks(body) == [([False, False], 1), ([False, False], 0)]
 
 
-def test_a_self_test_with_wrong_results_ends_the_start():  # R-E4
+@pytest.mark.parametrize(
+    ("launch", "wrong_on"),
+    [
+        ("_launch_lse_reduce_scatter", {1}),
+        # on both: a rank alone would leave the other in the reduction that follows
+        ("_launch_all_gather_heads", {0, 1}),
+    ],
+)
+def test_a_self_test_with_wrong_results_ends_the_start(launch, wrong_on):  # R-E4
     def body(here):
-        if here.rank == 1:
-            real = GlooChannel._launch_lse_reduce_scatter
+        if here.rank in wrong_on:
+            real = getattr(GlooChannel, launch)
 
-            def stale(channel, partial, lse, out, **others):
-                real(channel, partial, lse, out, **others)
-                out[0, 0, 0] += 1
+            def stale(channel, *tensors, **others):
+                real(channel, *tensors, **others)
+                tensors[-1][0, 0, 0] += 1
 
-            GlooChannel._launch_lse_reduce_scatter = stale
+            setattr(GlooChannel, launch, stale)
         with pytest.raises(RuntimeError, match="self-test failed.*ACS"):
             here.layer()
         return here.group.dcp_channels.serves(

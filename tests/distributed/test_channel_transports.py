@@ -108,6 +108,16 @@ def test_without_the_switch_nothing_is_there():  # R-A5
     assert ranks.values(2, body, DEADLINE) == [_expected(2, (5,))] * 2
 
 
+def test_a_peer_that_compiles_is_waited_for_as_for_a_step():  # R-D2
+    step = {"VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "77"}
+
+    def body(rank, store):
+        with _groups(rank, 2, store, **{BACKEND: "host"}, **step) as group:
+            return group.device_communicator.host_channels.deadline
+
+    assert ranks.values(2, body, DEADLINE) == [77, 77]
+
+
 def test_a_compiled_function_reduces_through_one_op():
     def body(rank, store):
         with _groups(rank, 2, store, **{BACKEND: "host"}) as group:

@@ -7,6 +7,7 @@ Real ranks and real data; what must come of it is worked out in float64.
 import os
 from functools import partial
 from itertools import product
+from time import monotonic
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,7 @@ from vllm.distributed.device_communicators.dcp_channels import DcpChannels
 from vllm.distributed.device_communicators.dcp_geometry import DcpGeometry
 from vllm.distributed.device_communicators.host_graphs import RecordedGraph
 from vllm.distributed.graph_channels.switches import read_switches
+from vllm.distributed.graph_channels.together import Group
 from vllm.v1.attention.ops import dcp_alltoall, dcp_utils
 
 COVERS = (
@@ -303,6 +305,29 @@ def test_names_are_demanded_again_where_dcp_alone_has_channels():  # R-A5
     off = {"VLLM_PCIE_ONESHOT_ALLREDUCE_MAX_SIZE": "0"}
     demanded = (None, "VLLM_PCIE_ALLREDUCE_BACKEND=host")
     assert on_ranks(2, body, **off) == [demanded] * 2
+
+
+@pytest.mark.parametrize(("startup", "longest"), [("30", 77), ("90", 90)])
+def test_a_peer_that_reads_weights_or_compiles_is_waited_for_as_for_a_step(
+    startup, longest, monkeypatch
+):  # R-D2
+    def body(here):
+        agree, waits = Group.agree, []
+
+        def noted(group, subject, until, **given):
+            waits.append(round(until - monotonic()))
+            agree(group, subject, until, **given)
+
+        monkeypatch.setattr(Group, "agree", noted)
+        here.layer()
+        (transport,) = here.channels._transports.values()
+        return waits[0], transport.deadline
+
+    seconds = {
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "77",
+        "VLLM_GRAPH_CHANNELS_DEADLINE": startup,
+    }
+    assert on_ranks(2, body, **seconds) == [(longest, 77)] * 2
 
 
 def test_a_direct_workspace_does_not_go_before_channels(monkeypatch):
