@@ -5,6 +5,7 @@ Runners, communicators, groups and functions are vLLM's; what they end writes it
 name down in one list.
 """
 
+import gc
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -278,6 +279,18 @@ def test_leftover_graphs_are_destroyed_whoever_holds_them(events, monkeypatch):
     destroy_leftover_graphs()
     assert events == ["reset", "reset"]
     del caught
+
+
+def test_graphs_in_frozen_garbage_are_destroyed(events):  # R-D1 # C21
+    graph = Graph("frozen garbage", events)
+    graph.itself = graph
+    gc.freeze()  # as a worker does when it is ready
+    try:
+        del graph
+        destroy_leftover_graphs()
+        assert events == ["graph of frozen garbage"]
+    finally:
+        gc.unfreeze()
 
 
 # Engines in the process of their caller ----------------------------------------------

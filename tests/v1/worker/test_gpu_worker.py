@@ -180,6 +180,19 @@ def test_a_failed_measurement_makes_no_channel(worker, channels, events):  # R-C
     assert not hasattr(raised.value, "__notes__")
 
 
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
+def test_peers_are_told_where_they_come_to_make_channels(
+    worker, channels, monkeypatch, mode
+):  # R-A3 # R-C3
+    refuse = MagicMock()
+    monkeypatch.setattr(Ledger, "refuse", refuse)
+    worker.vllm_config.compilation_config.cudagraph_mode = mode
+    worker.model_runner.profile_run = MagicMock(side_effect=RuntimeError)
+    with pytest.raises(RuntimeError):
+        worker.determine_available_memory()
+    assert refuse.called is (mode is CUDAGraphMode.FULL)
+
+
 def test_peers_that_cannot_be_told_are_a_note(worker, channels, monkeypatch):  # R-C3
     def fail():
         raise RuntimeError("first error")
