@@ -114,10 +114,11 @@ class B12xDcp(B12xChannels):
             runtime = self._pool.for_stream(channel_id=str(_SELF_TEST))
             runtime.prepare_graph_lse_reduce_scatter(dtype=self._geometry.dtype)
             runtime.prepare_graph_all_gather_heads()
-            right = self._gathers(runtime) and self._reduces(runtime)
+            # Both, whatever the first says: peers come to both.
+            gathered, reduced = self._gathers(runtime), self._reduces(runtime)
             self.synchronize()
         self.rollback(checkpoint)
-        if not right:
+        if not (gathered and reduced):
             raise RuntimeError(f"{self.label}: wrong results")
 
     def _gathers(self, runtime: object) -> bool:
