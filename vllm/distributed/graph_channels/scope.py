@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from vllm.distributed.graph_channels.identity import ChannelId, Owner
+from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
 from vllm.distributed.graph_channels.trace import span
 
 Admission = Callable[[ChannelId | None, ExitStack], None]
@@ -48,18 +48,18 @@ def active_channel() -> ChannelId | None:
     return _open[-1].channel_id if _open else None
 
 
-def demand_owner(channel_id: ChannelId, what: str) -> None:
+def demand_owner(channel: ChannelId | EagerLane, what: str) -> None:
     """See to it that an owner without a channel uses no other owner's.
 
     Args:
-        channel_id: Of the scope that a transport takes part in.
+        channel: Of the scope that a transport takes part in.
         what: What is to be done on that channel, for the error.
 
     Raises:
         RuntimeError: The innermost scope is another, whose owner was silenced.
     """
     owner = active_channel()
-    if owner is not None and owner != channel_id:
+    if owner is not None and owner != channel:
         raise RuntimeError(
             f"{what} in the scope of {owner}, which has no channel because its graphs "
             "were said to record no collective; see vllm/v1/worker/graph_owners.py"
