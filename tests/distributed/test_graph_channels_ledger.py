@@ -4,7 +4,6 @@
 import gc
 import logging
 import weakref
-from contextlib import contextmanager
 
 import pytest
 from torch.distributed import HashStore
@@ -338,14 +337,13 @@ def test_closing_takes_all_transports_last_first_and_once(two, events):  # R-D1 
     assert ledger.inventory() == {}
 
 
-def test_a_close_that_fails_is_said_once_and_tried_again(two, events, caplog):
+def test_a_close_that_fails_is_said_once_and_tried_again(two, events, heard):
     # R-D1 # C20 # C38
     ledger, tp, _ = two
     tp.fail["close"] = RuntimeError("unmap failed")
-    with _heard(caplog):
-        ledger.close()
-        ledger.close()
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    ledger.close()
+    ledger.close()
+    said = [r.getMessage() for r in heard if r.levelno == logging.ERROR]
     assert len(said) == 1
     assert "tp is not closed" in said[0] and "unmap failed" in said[0]
     assert list(ledger.inventory()) == ["tp"]
@@ -367,19 +365,18 @@ def test_after_a_failed_set_up_only_closing_is_tried(two):  # C38
     assert ledger.inventory() == {}
 
 
-def test_an_abandoned_ledger_begins_nothing(two, events, caplog):  # R-D4
+def test_an_abandoned_ledger_begins_nothing(two, events, heard):  # R-D4
     ledger, _, _ = two
     checkpoint = ledger.checkpoint()
     events.clear()
-    with _heard(caplog):
-        ledger.abandon("SIGTERM")
-        ledger.abandon("again")
+    ledger.abandon("SIGTERM")
+    ledger.abandon("again")
     ledger.close()
     ledger.rollback(checkpoint)
     with pytest.raises(GroupClosed, match="SIGTERM"), ledger.scope(TARGET):
         pytest.fail("the body ran")
     assert events == []
-    assert [r.getMessage() for r in caplog.records] == [
+    assert [r.getMessage() for r in heard] == [
         "Graph channels are left to the end of the process: SIGTERM"
     ]
 
@@ -402,22 +399,21 @@ def test_a_silent_owner_enters_no_transport(two, events):  # R-A3
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("first error")])
-def test_a_rank_that_misses_a_rollback_is_told_of_once(two, caplog, failure):
+def test_a_rank_that_misses_a_rollback_is_told_of_once(two, heard, failure):
     # R-C1 # R-C3
     ledger, tp, _ = two
     assert ledger.lost is None
     checkpoint = ledger.checkpoint()
     tp.fail["synchronize"] = DeadlineMissed("synchronize", 1)
-    with _heard(caplog):
-        if failure is None:
-            with pytest.raises(DeadlineMissed):
-                ledger.rollback(checkpoint)
-        else:
-            ledger.rollback(checkpoint, failure)
-            assert "did not end within 1 s" in failure.__notes__[0]
-        ledger.close()
+    if failure is None:
+        with pytest.raises(DeadlineMissed):
+            ledger.rollback(checkpoint)
+    else:
+        ledger.rollback(checkpoint, failure)
+        assert "did not end within 1 s" in failure.__notes__[0]
+    ledger.close()
     assert "did not end within 1 s" in ledger.lost
-    (said,) = [record.getMessage() for record in caplog.records]
+    (said,) = [record.getMessage() for record in heard]
     assert said.startswith("Graph channels are left to the end of the process")
 
 
@@ -450,14 +446,3 @@ def test_a_dropped_ledger_makes_no_call(events):  # R-D3 # C24
     del ledger
     gc.collect()
     assert gone() is None and events == []
-
-
-@contextmanager
-def _heard(caplog):
-    """vLLM's loggers do not propagate; listen at the source."""
-    source = logging.getLogger("vllm")
-    source.addHandler(caplog.handler)
-    try:
-        yield
-    finally:
-        source.removeHandler(caplog.handler)
