@@ -4,8 +4,9 @@
 Why: A switch with a value that is refused was refused by the workers, a minute or
     two into `vllm serve` and below their tracebacks. `vllm serve` refuses it in one
     line, and whatever else makes a configuration where that checks its
-    environment, before a model is looked for. And `python -m
-    vllm.distributed.graph_channels doctor` tries each backend as an engine would,
+    environment, before a model is looked for. Where tensor parallelism has one
+    rank, a backend that was chosen does nothing, and that is said there. And `python
+    -m vllm.distributed.graph_channels doctor` tries each backend as an engine would,
     without one, and says why not.
 Upstream: `validate_environ` warns of names that are unknown; values are not looked at.
 Drop-when: Upstream checks the values of its switches when a configuration is made,

@@ -195,6 +195,15 @@ def test_a_run_that_is_stopped_between_files_leaves_a_receipt(written):
     assert not made.green
 
 
+def test_cuda_counts_gpus_as_the_receipt_does(written):
+    file = written("""
+        import os
+        def test_order(): assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    """)
+    tests = session.run_file(file, Marked(), 20)
+    assert outcomes(tests) == {"test_order": Outcome.PASSED}
+
+
 def test_the_gpu_tests_are_found():
     root = Path(__file__).parents[2]
     found = session.test_files(root)

@@ -32,8 +32,8 @@ def b12x_all_reduce(
         custom_all_reduce: Whether custom all-reduce is on at all.
 
     Raises:
-        RuntimeError: NCCL does not work, a rank did not come, or the self-test
-            failed: nothing can go on from there.
+        RuntimeError: NCCL does not work, a rank did not come or could not prepare
+            its eager lane, or the self-test failed: nothing can go on from there.
     """
     place = asked_for(communicator, Backend.B12X)
     if place is None:

@@ -81,6 +81,9 @@ def host_all_reduce(communicator: Communicator) -> HostChannels | None:
 
     All ranks of the group call it. They decide alike: if one of them cannot, none
     does, and the group goes on without.
+
+    Raises:
+        RuntimeError: A rank did not come, or could not prepare its eager lane.
     """
     place = asked_for(communicator, Backend.HOST)
     if place is None:
@@ -99,6 +102,7 @@ def open_host_all_reduce(place: Place) -> HostChannels:
 
     Raises:
         Refused: A rank cannot; on every rank, with each rank's reason.
+        RuntimeError: As of ``host_all_reduce``.
     """
     ledger, switches, group, store = place
     transport, error = None, None

@@ -65,8 +65,8 @@ def open_dcp_channels(
         Whether there is a transport for such a layer.
 
     Raises:
-        RuntimeError: A rank did not come, NCCL does not work, or a self-test
-            failed: nothing can go on from there.
+        RuntimeError: A rank did not come or could not prepare its eager lane, NCCL
+            does not work, or a self-test failed: nothing can go on from there.
     """
     if coordinator.world_size == 1 or config.parallel_config.dcp_comm_backend != "a2a":
         return False

@@ -81,7 +81,7 @@ class Ledger:
         self._said: set[Member] = set()
 
     def watch(self, group: Group) -> None:
-        """Count a group in ``lost``, which has nothing to vote on yet. Local."""
+        """Count a group in ``lost`` from its first vote on. Local."""
         self._watched.append(group)
 
     def add_group(self, group: Group) -> None:
@@ -136,7 +136,7 @@ class Ledger:
 
         A rank did not come to a step in time, or this one left in the middle.
         """
-        groups = {*self._watched, *self._groups}
+        groups = self._watched + self._groups
         return next(filter(None, (group.lost for group in groups)), None)
 
     def silence(self, owners: Iterable[Owner]) -> None:
