@@ -22,7 +22,10 @@ from vllm.distributed.device_communicators.b12x_pcie_all_reduce import (
     MAX_FUSED_ROWS,
     B12xAllReduce,
 )
-from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+from vllm.distributed.device_communicators.cuda_wrapper import (
+    CudaRTLibrary,
+    cudaIpcMemHandle_t,
+)
 from vllm.distributed.graph_channels.identity import (
     ChannelId,
     EagerLane,
@@ -37,14 +40,13 @@ COVERS = (
     "vllm/v1/worker/gpu_worker.py",
 )
 
-# Rows and hidden sizes; b12x has a kernel of its own for 4,096 on eight ranks.
-SHAPES = ((1, 1024), (8, 896), (MAX_FUSED_ROWS, 1024), (4, 4096))
-
 pytestmark = [gpus.needs_gpu, pytest.mark.parametrize("world", gpus.WORLDS)]
 
 DEADLINE = 240
 PROFILE = ChannelId(Owner.TARGET, Phase.PROFILE)
 SHAPES = [(1,), (8,), (5, 64), (8, 2048), (2, 3, 8)]
+# Rows and hidden sizes; b12x has a kernel of its own for 4,096 on eight ranks.
+FUSED_SHAPES = [(1, 1024), (8, 896), (MAX_FUSED_ROWS, 1024), (4, 4096)]
 
 
 def on_ranks(world, body, **environment):
@@ -260,7 +262,7 @@ def test_fused_with_add_and_norm(world, graphs):
     def body(here):
         torch.manual_seed(0)
         worst = 0.0
-        for rows, hidden in SHAPES:
+        for rows, hidden in FUSED_SHAPES:
             shape = (rows, hidden)
             tensor, residual = here.numbers(shape), torch.randn(shape).bfloat16()
             residual = residual.to(here.device)
@@ -420,6 +422,21 @@ def test_a_rank_with_too_few_multiprocessors_takes_all_to_nccl(world):  # C29 # 
             )
 
     expected = [(None, None, None, True)] * world
+    assert gpus.values(world, rank_body, DEADLINE, **SWITCHES) == expected
+
+
+def test_a_handle_that_no_peer_can_open_takes_all_to_nccl(world):  # R-E1
+    def rank_body(rank, device):
+        if rank == 1:
+            CudaRTLibrary.cudaIpcGetMemHandle = lambda *_: cudaIpcMemHandle_t()
+        with tensor_parallel(world, device) as here:
+            # kernels of torch's, which raise what CUDA calls left for them
+            summed = here.group.all_reduce(here.numbers((8, 8)))
+            total = here.total((8, 8))
+            communicator = here.group.device_communicator
+            return communicator.b12x_comm, torch.equal(summed, total)
+
+    expected = [(None, True)] * world
     assert gpus.values(world, rank_body, DEADLINE, **SWITCHES) == expected
 
 
