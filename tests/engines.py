@@ -5,7 +5,6 @@ They use vLLM's external launcher: each rank runs an engine of its own in one
 process, and the ranks of one test are all that there is to clean up.
 """
 
-import functools
 import json
 import logging
 import os
@@ -234,12 +233,28 @@ def _make_sums_matter(rank: int) -> None:
 
     As small as vLLM makes them, what a layer adds to its input is lost in rounding;
     and all shards of a weight are equal, so that a rank need not hear of another's.
+    A weight that ranks have whole is the same on all of them: what a draft chooses
+    by such alone must be chosen everywhere.
     """
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding,
+    )
     from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
-    dummy_loader.initialize_dummy_weights = functools.partial(
-        weight_utils.initialize_dummy_weights, low=-0.5, high=0.5, seed=rank
-    )
+    sharded = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
+    # called for every module, a model's before those in it
+    def initialize(module: Any, config: Any) -> None:
+        seed = 1 + rank if isinstance(module, sharded) and module.tp_size > 1 else 0
+        weight_utils.initialize_dummy_weights(
+            module, config, low=-0.5, high=0.5, seed=seed
+        )
+
+    dummy_loader.initialize_dummy_weights = initialize
 
 
 def _written(files: Mapping[str, Any], folder: str, name: str) -> str:

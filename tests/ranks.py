@@ -13,6 +13,7 @@ are killed when the deadline passes or the parent is interrupted, stopped ranks
 included. No rank runs the parent's exit handlers.
 """
 
+import math
 import os
 import pickle
 import selectors
@@ -29,6 +30,9 @@ import torch
 from torch.distributed import FileStore, Store
 
 Body = Callable[[int, Store], Any]
+
+# Whoever waits for a rank that has failed has a while to say so, and no more.
+_PATIENCE_SECONDS = 40.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ class Outcome:
     late: bool
 
 
-def run(count: int, body: Body, deadline: float) -> list[Outcome]:
+def run(
+    count: int, body: Body, deadline: float, patience: float = math.inf
+) -> list[Outcome]:
     """Run ``body(rank, store)`` in ``count`` processes and wait for all of them.
 
     Args:
@@ -56,6 +62,7 @@ def run(count: int, body: Body, deadline: float) -> list[Outcome]:
         body: Called in each of them. What it returns or raises is pickled; an
             error that cannot be is replaced by a RuntimeError of its text.
         deadline: Seconds after which the ranks still running are killed.
+        patience: Seconds that the others have once a rank has failed.
 
     Returns:
         One outcome a rank, in their order. No process is left.
@@ -67,7 +74,7 @@ def run(count: int, body: Body, deadline: float) -> list[Outcome]:
         try:
             for rank in range(count):
                 started.append(_start(rank, count, body, path))
-            reports = _read_all([pipe for _, pipe in started], deadline)
+            reports = _read_all([pipe for _, pipe in started], deadline, patience)
         finally:
             statuses = [_end(pid) for pid, _ in started]
             for _, pipe in started:
@@ -82,13 +89,16 @@ def values(count: int, body: Body, deadline: float) -> list[Any]:
         BaseException: What the lowest failing rank raised.
         AssertionError: A rank was late, or ended without returning.
     """
-    outcomes = run(count, body, deadline)
+    outcomes = run(count, body, deadline, _PATIENCE_SECONDS)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None:
             outcome.error.add_note(f"(raised on rank {rank})")
             raise outcome.error
+    for rank, outcome in enumerate(outcomes):
+        # one that was late may have waited for another that ended
+        assert outcome.late or outcome.status == 0, f"rank {rank}: {outcome.status}"
+    for rank, outcome in enumerate(outcomes):
         assert not outcome.late, f"rank {rank} still ran after {deadline} s"
-        assert outcome.status == 0, f"rank {rank} ended with {outcome.status}"
     return [outcome.value for outcome in outcomes]
 
 
@@ -132,7 +142,7 @@ def _call(rank: int, body: Body, store: Store) -> tuple[bytes, int]:
         return report, 1
 
 
-def _read_all(pipes: list[int], deadline: float) -> list[bytes | None]:
+def _read_all(pipes: list[int], deadline: float, patience: float) -> list[bytes | None]:
     """What each rank wrote before it closed its pipe; None where it never did."""
     end = time.monotonic() + deadline
     chunks: dict[int, list[bytes]] = {pipe: [] for pipe in pipes}
@@ -144,8 +154,14 @@ def _read_all(pipes: list[int], deadline: float) -> list[bytes | None]:
                 chunks[key.fd].append(os.read(key.fd, 1 << 16))
                 if not chunks[key.fd][-1]:
                     waiting.unregister(key.fd)
+                    if _tells_failure(b"".join(chunks[key.fd])):
+                        end = min(end, time.monotonic() + patience)
         late = {key.fd for key in waiting.get_map().values()}
     return [None if pipe in late else b"".join(chunks[pipe]) for pipe in pipes]
+
+
+def _tells_failure(report: bytes) -> bool:
+    return not report or pickle.loads(report)[1] is not None
 
 
 def _end(pid: int) -> int:
