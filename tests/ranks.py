@@ -96,7 +96,8 @@ def values(count: int, body: Body, deadline: float) -> list[Any]:
             raise outcome.error
     for rank, outcome in enumerate(outcomes):
         # one that was late may have waited for another that ended
-        assert outcome.late or outcome.status == 0, f"rank {rank}: {outcome.status}"
+        ended = outcome.late or outcome.status == 0
+        assert ended, f"rank {rank} ended with {outcome.status}"
     for rank, outcome in enumerate(outcomes):
         assert not outcome.late, f"rank {rank} still ran after {deadline} s"
     return [outcome.value for outcome in outcomes]

@@ -141,20 +141,18 @@ NO_ENGINE = (
     ("V1, Gemma4; V2, Gemma4", "its target wants an image processor's files"),
     ("V1, extract_hidden_states", "silent: it records no collective, has no channel"),
     ("V2, multi-module MTP on MLA", "TRITON_MLA captures no graphs beside a draft"),
+    (
+        "V2, multi-module MTP, prompts of one token",
+        "vLLM 0.28.0's own engine, on NCCL too, takes position -1 and ends",
+    ),
     ("V2, draft model", "vLLM 0.28.0's V2 runner refuses it"),
     ("V2, drafts with PIECEWISE graphs alone", "silent, but for the prefill"),
     ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
 )
 
-_SAME = "CPU, by hand: loads, drafts, and gives the tokens of no draft"
-_PACKED = (
-    "CPU, by hand: taken and built; its first forward fails, since the CPU backend "
-    "packs away a weight that it reads"
-)
 _ON_GPU = "GPU: NCCL's tokens, these owners"
 _DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners"
-# Where the engines ran. On the CPU it was V1's runner, which captures no graphs, and
-# one rank for those with drafts.
+# Where the engines ran.
 RAN = {
     "V1, FULL decode": _ON_GPU,
     "V2, FULL decode": _ON_GPU,
@@ -167,12 +165,10 @@ RAN = {
     "V2, EAGLE, FULL_DECODE_ONLY": _DRAFTS,
     "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _DRAFTS,
     "V2, MTP, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, multi-module MTP, FULL_DECODE_ONLY": _SAME,
+    "V2, multi-module MTP, FULL_DECODE_ONLY": _DRAFTS,
     "V2, DFlash, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, DFlash2, FULL_DECODE_ONLY": _PACKED,
-    "V2, DSpark, FULL_DECODE_ONLY": (
-        "CPU, by hand: taken and built; V1's runner cannot draft with it"
-    ),
+    "V2, DFlash2, FULL_DECODE_ONLY": _DRAFTS,
+    "V2, DSpark, FULL_DECODE_ONLY": _DRAFTS,
     "V1, encoder graphs": _ON_GPU,
     "V2, encoder graphs": _ON_GPU,
 }

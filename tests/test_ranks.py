@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of ranks is told so that the cause comes first."""
+
+import os
+import time
+
+import pytest
+
+from tests import ranks
+
+DEADLINE = 60
+
+
+def test_a_failure_is_told_before_who_waited_for_it(monkeypatch):
+    monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.5)
+
+    def body(rank, store):
+        if rank == 1:
+            raise ValueError("the cause")
+        time.sleep(DEADLINE)
+
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="the cause"):
+        ranks.values(2, body, DEADLINE)
+    assert time.monotonic() - begun < DEADLINE / 2
+
+
+def test_a_rank_that_ended_is_told_before_who_waited_for_it(monkeypatch):
+    monkeypatch.setattr(ranks, "_PATIENCE_SECONDS", 0.5)
+
+    def body(rank, store):
+        if rank == 1:
+            os._exit(7)
+        time.sleep(DEADLINE)
+
+    with pytest.raises(AssertionError, match="rank 1 ended with 7"):
+        ranks.values(2, body, DEADLINE)
+
+
+def test_who_does_not_fail_has_until_the_deadline():
+    def body(rank, store):
+        time.sleep(rank)
+        return rank
+
+    assert ranks.values(2, body, DEADLINE) == [0, 1]
+    with pytest.raises(AssertionError, match="rank 1 still ran after 0.5 s"):
+        ranks.values(2, body, 0.5)
