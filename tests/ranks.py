@@ -115,6 +115,9 @@ def _start(rank: int, count: int, body: Body, path: str) -> tuple[int, int]:
             os.close(reader)
             # the parent's OpenMP threads do not live here, a pool would hang
             torch.set_num_threads(1)
+            # with one name on all ranks vLLM would, on CPUs with AVX-512, share memory
+            # of its own, which stays behind when a process ends as these do
+            os.environ["VLLM_DIST_IDENT"] = f"test-{os.getpid()}"
             # a shell that runs tests in the background has SIGINT ignored
             signal.signal(signal.SIGINT, signal.default_int_handler)
             report, status = _call(rank, body, FileStore(path, count))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank with b12x's all-reduce on channels, as a vLLM process on a GPU has it."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,7 +100,6 @@ def _free(here: Rank) -> int:
 @contextmanager
 def tensor_parallel(world: int, device: torch.device) -> Iterator[Rank]:
     """vLLM's groups over the default process group, torn down afterwards."""
-    os.environ.setdefault("VLLM_DIST_IDENT", f"test-{os.getppid()}")
     rank = torch.distributed.get_rank()
     config = VllmConfig()
     config.parallel_config.tensor_parallel_size = world

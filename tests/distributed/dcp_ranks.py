@@ -210,7 +210,6 @@ def decode_context_parallel(
     comm: str = "a2a",
 ) -> Iterator[Rank]:
     """vLLM's groups over the default process group, torn down afterwards."""
-    os.environ.setdefault("VLLM_DIST_IDENT", f"test-{os.getppid()}")
     os.environ.setdefault("VLLM_DCP_A2A_MAX_TOKENS", str(MAX_TOKENS))
     rank = torch.distributed.get_rank()
     config = VllmConfig()

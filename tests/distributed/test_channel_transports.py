@@ -37,7 +37,7 @@ DEADLINE = 60
 @contextmanager
 def _groups(rank, size, store, **environment):
     """vLLM's model parallel groups of ``size`` tensor parallel ranks."""
-    os.environ.update(environment, VLLM_DIST_IDENT=f"test-{os.getppid()}")
+    os.environ.update(environment)
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=size
     )

@@ -30,9 +30,7 @@ CLOSING_SECONDS = 1.0
 
 def initialize(rank, store):
     """vLLM's groups, with channels; the tensor parallel one."""
-    os.environ.update(
-        VLLM_PCIE_ALLREDUCE_BACKEND="host", VLLM_DIST_IDENT=f"test-{os.getppid()}"
-    )
+    os.environ["VLLM_PCIE_ALLREDUCE_BACKEND"] = "host"
     torch.distributed.init_process_group(
         "gloo", store=store, rank=rank, world_size=WORLD
     )
