@@ -13,6 +13,7 @@ from tests.v1.owner_rows import ROWS
 from vllm.config import SpeculativeConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import Owner
+from vllm.v1.worker import graph_channels
 from vllm.v1.worker.gpu.spec_decode import init_speculator
 from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
     AutoRegressiveSpeculator,
@@ -215,3 +216,35 @@ def test_ranks_of_a_group_see_the_same():  # R-A2 # C06
     # Nothing of a rank enters: a configuration and a stage are all there is.
     parameters = inspect.signature(graph_owners).parameters
     assert list(parameters) == ["config", "stage", "v2_runner", "encoder_has_graphs"]
+
+
+@pytest.mark.parametrize("first, last", product((False, True), repeat=2))
+@pytest.mark.parametrize("wanted, images, able", product((False, True), repeat=3))
+def test_a_runner_is_asked_where_it_stands_and_whether_its_encoder_is_captured(
+    first, last, wanted, images, able, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(
+        graph_channels,
+        "get_pp_group",
+        lambda: SimpleNamespace(is_first_rank=first, is_last_rank=last),
+    )
+    monkeypatch.setattr(
+        graph_channels, "supports_encoder_cudagraph", lambda model: model == "able"
+    )
+    monkeypatch.setattr(
+        graph_channels, "graph_owners", lambda *_, **named: asked.append((_, named))
+    )
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mm_encoder=wanted)
+    )
+    runner = SimpleNamespace(
+        vllm_config=config,
+        supports_mm_inputs=images,
+        get_model=lambda: "able" if able else "unable",
+    )
+    graph_channels._owners(runner, v2_runner=True)
+    captured = wanted and images and able
+    stage = Stage(is_first=first, is_last=last)
+    named = {"v2_runner": True, "encoder_has_graphs": captured}
+    assert asked == [((config, stage), named)]
