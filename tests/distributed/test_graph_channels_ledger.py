@@ -124,6 +124,16 @@ def test_an_inner_owner_is_entered_on_the_transports_and_left(two, events):  # R
     )
 
 
+def test_a_scope_of_an_open_scopes_name_is_refused(two):  # R-A3
+    ledger, _, _ = two
+    with (
+        ledger.scope(TARGET),
+        pytest.raises(Refused, match="a second capture as vllm:target:production"),
+        ledger.scope(TARGET),
+    ):
+        pass
+
+
 def test_re_entry_makes_no_collective(two, events):  # R-B4
     ledger, tp, _ = two
     with ledger.scope(TARGET):
