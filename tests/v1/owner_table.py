@@ -184,19 +184,28 @@ other's use. `Owner` in `vllm/distributed/graph_channels/identity.py` lists them
 
 ## A new owner
 
-One line in `Owner`, and its name where its graphs are captured.
-`tests/distributed/test_graph_channels_identity.py` lists all names, and
-`python -m series check --update` writes the receipt anew.
+One line in `Owner`, and its name where its graphs are captured, in a patch of
+`series/patches/`:
 
 - In a scope of its own, as V2's managers do:
   `manager.capture(..., channel_id=ChannelId(Owner.<NAME>, Phase.PRODUCTION))`.
 - Inside another's scope, as V1's drafts do: `@owner_scope(Owner.<NAME>)` on the method
   that warms up and captures.
 
-That is enough for a channel of its own. Name it in `vllm/v1/worker/graph_owners.py`
-too, under the configurations that have it: channels listed there are made together,
-after memory was measured, and their bytes are taken off the KV cache's. One that is
-not listed is made when its scope opens.
+That is enough for a channel of its own, made when its scope opens. Tests import what is
+installed: `make install` first, and `.venv/bin/python` for what follows. They then ask
+for the rest, each where it is missing:
+
+- Its name in `tests/distributed/test_graph_channels_identity.py`, which lists all.
+- `vllm/v1/worker/graph_owners.py`, under the configurations that have it: channels
+  listed there are made together, after memory was measured, and their bytes are taken
+  off the KV cache's. `tests/v1/worker/test_graph_owners.py` looks at every speculator.
+- A line in `RECORDED` of `tests/v1/owner_table.py` and an engine in
+  `tests/v1/owner_rows.py`.
+- The patched file in some test's `COVERS`; then `python -m series check --update`
+  writes the receipt and `python -m series patches` prints docs/patches.md.
+
+No test asks for its line in docs/serving.md.
 
 One test: `tests/v1/cudagraph/test_new_owner.py` is the pattern. It has the owner's own
 `capture` run and asks which channel was entered.
@@ -225,6 +234,9 @@ Two ranks on one H200, most over MPS, dummy weights, b12x on channels; each is c
 with the same engine on NCCL, and its table of channels with the owners. Those with
 drafts also take 500 steps and are compared with the engine without a draft. Those with
 encoder graphs are asked about images, and their graphs take every one.
+
+What ran was seen by whoever ran it and is written down by hand; those runs that left a
+receipt are in [verified.md](verified.md).
 """
 
 _MISSING = """
