@@ -8,14 +8,17 @@ process, and the ranks of one test are all that there is to clean up.
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
 from tests import gpus, ranks
+from tests.replays import Replays
 
 _DENSE = {
     "num_hidden_layers": 2,
@@ -103,32 +106,49 @@ class Decoded(NamedTuple):
         tokens: By prompt.
         leads: By prompt, of each token, if they were asked for: its log-probability
             less that of the second best.
+        arrived: By prompt: how many tokens came at once, in turn.
         steps: How many steps it took.
+        replayed: By channel: in how many of them graphs of it were replayed.
     """
 
     tokens: list[list[int]]
     leads: list[list[float]]
+    arrived: list[list[int]]
     steps: int
+    replayed: dict[str, int]
+
+    @property
+    def accepted(self) -> int:
+        """How many tokens came of drafts."""
+        return sum(n - 1 for counts in self.arrived for n in counts)
 
 
 class Answer(NamedTuple):
     """What one rank's engine did.
 
     Attributes:
-        tokens, leads, steps: As of ``Decoded``.
+        decoded: What it generated, and how.
         recorded: Launches recorded into graphs, by transport and channel.
         tables: What it logged as the table of graph channels.
         log: Every other line of vLLM's loggers at INFO and above.
         report: What the watch returned.
     """
 
-    tokens: list[list[int]]
-    leads: list[list[float]]
-    steps: int
+    decoded: Decoded
     recorded: dict[str, dict[str, int]]
     tables: list[str]
     log: list[str]
     report: Any
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """By prompt."""
+        return self.decoded.tokens
+
+    def channels(self) -> set[str]:
+        """The names in its one table of graph channels, whatever they are of."""
+        (table,) = self.tables
+        return set(re.findall(r"vllm:\S+", table))
 
 
 def generate(
@@ -174,7 +194,7 @@ def generate(
         if tokenizer is not None:
             files["tokenizer.json"] = tokenizer
         _make_sums_matter(rank)
-        return _answer(world, files, watch(), work, options)
+        return _answer(world, files, watch(), Replays(), work, options)
 
     return ranks.values(world, body, deadline)
 
@@ -183,6 +203,7 @@ def _answer(
     world: int,
     files: Mapping[str, Any],
     report: Report,
+    replays: Replays,
     work: Work,
     options: dict[str, Any],
 ) -> Answer:
@@ -209,11 +230,11 @@ def _answer(
                 **_with_draft_written(options, folder),
             },
         )
-        answers = decoded(engine.llm_engine, work)
+        answers = decoded(engine.llm_engine, work, replays)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     answer = Answer(
-        *answers,
+        answers,
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
             for usage in usages
@@ -223,7 +244,8 @@ def _answer(
         report(engine),
     )
     # a draft still computes when the last tokens are there; a process that ends with
-    # kernels in flight may take along every other one that shares its GPU over MPS
+    # kernels in flight may take along every other one that shares its GPU over MPS.
+    # One that fails tells why at once: its peer may wait in a kernel for it.
     engine.llm_engine.engine_core.shutdown()
     return answer
 
@@ -275,8 +297,8 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return options | {"speculative_config": {**draft, "model": model}}
 
 
-def decoded(engine: Any, work: Work) -> Decoded:
-    """What an engine makes of its work."""
+def decoded(engine: Any, work: Work, replays: Replays | None = None) -> Decoded:
+    """What an engine makes of its work; replays are counted if they are noted."""
     from vllm import SamplingParams
 
     requests = work.requests()
@@ -294,14 +316,20 @@ def decoded(engine: Any, work: Work) -> Decoded:
         )
     tokens: list[list[int]] = [[] for _ in requests]
     leads: list[list[float]] = [[] for _ in requests]
+    arrived: list[list[int]] = [[] for _ in requests]
+    replayed: Counter[str] = Counter()
     steps = 0
     while engine.has_unfinished_requests() and steps < work.steps:
         for output in engine.step():
             (completion,) = output.outputs
-            tokens[int(output.request_id)] = list(completion.token_ids)
-            leads[int(output.request_id)] = [*map(_lead, completion.logprobs or ())]
+            n = int(output.request_id)
+            arrived[n].append(len(completion.token_ids) - len(tokens[n]))
+            tokens[n] = list(completion.token_ids)
+            leads[n] = [*map(_lead, completion.logprobs or ())]
+        if replays is not None:
+            replayed.update(replays.take())
         steps += 1
-    return Decoded(tokens, leads, steps)
+    return Decoded(tokens, leads, arrived, steps, dict(replayed))
 
 
 def _lead(candidates: Mapping[int, Any]) -> float:

@@ -52,7 +52,7 @@ def test_decode_graphs_over_b12x_give_nccls_tokens():
     b12x = engines.generate(2, engines.DEEPSEEK, SWITCHES, work=WORK, **OPTIONS)
 
     for one, other in zip(b12x, nccl, strict=True):
-        equal = sum(map(_equal_tokens, one.tokens, other.tokens, other.leads))
+        equal = sum(map(_equal_tokens, one.tokens, other.tokens, other.decoded.leads))
         assert equal > sum(WORK.lengths) / 2
     # a query and a combine for each layer of each graph
     counted = 2 * engines.DEEPSEEK["num_hidden_layers"] * len(GRAPHS)

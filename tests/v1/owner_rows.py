@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runner, speculator and graph mode together: tiny engines, and their owners.
 
-All are dense and have dummy weights. They compute in float32 over a small
-vocabulary, so that the best token leads clearly and batches of other shapes, as
-drafts make them, choose the same one.
+All are dense and have dummy weights. Those with drafts compute in float32 over a
+small vocabulary, so that the best token leads clearly and batches of other shapes,
+as drafts make them, choose the same one.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.engines import LLAMA
+from tests.engines import LLAMA, MEASURED
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
@@ -75,11 +75,11 @@ DSPARK = _QWEN | {
 
 DRAFTED = 2  # tokens a step
 
-_GRAPHS = {
-    "mode": 0,
-    "custom_ops": ["none"],
-    "cudagraph_capture_sizes": [1, 2, 4, 8, 12],
-}
+_SIZES = {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 2, 4, 8, 12]}
+_UNCOMPILED = _SIZES | {"mode": 0}
+# FlashInfer, where it is installed, would fuse the sums of compiled models: they
+# would be its own.
+_COMPILED = _SIZES | {"mode": 3, "pass_config": {"fuse_allreduce_rms": False}}
 
 
 @dataclass(frozen=True)
@@ -88,74 +88,119 @@ class Row:
 
     Attributes:
         environment: Which runner, and which kind of piecewise graphs.
-        graphs: vLLM's cudagraph_mode.
+        compilation: vLLM's compilation_config.
         owners: Values of the owners whose graphs record launches.
         target: The served model's ``config.json``.
-        speculative: vLLM's speculative_config; its ``model`` may be a
-            ``config.json`` too.
+        speculative: vLLM's speculative_config, if there is a draft; its ``model`` may
+            be a ``config.json`` too.
+        more: Other options of the engine.
     """
 
     environment: Mapping[str, str]
-    graphs: str
+    compilation: Mapping[str, Any]
     owners: frozenset[str]
     target: Mapping[str, Any]
-    speculative: Mapping[str, Any]
+    speculative: Mapping[str, Any] | None
+    more: Mapping[str, Any]
 
     def engine(self) -> dict[str, Any]:
-        """The options of its engine, with the draft."""
-        return {**self.undrafted(), "speculative_config": self.speculative}
+        """The options of its engine, with the draft if there is one."""
+        options = self.undrafted()
+        if self.speculative is not None:
+            options["speculative_config"] = self.speculative
+        return options
 
     def undrafted(self) -> dict[str, Any]:
         """The options of the engine without a draft."""
         return {
-            "dtype": "float32",
             "attention_backend": "TRITON_ATTN",
-            "compilation_config": _GRAPHS | {"cudagraph_mode": self.graphs},
+            "compilation_config": self.compilation,
+            **self.more,
         }
 
 
-def _row(environment, graphs, owners, method, model=None, target=TARGET):
+def _target(environment, mode, compilation=_UNCOMPILED, **more):
+    compilation = compilation | {"cudagraph_mode": mode}
+    owners = frozenset(["target"])
+    return Row(environment, compilation, owners, TARGET, None, more)
+
+
+def _draft(environment, mode, owners, method, model=None, target=TARGET, compiled=0):
     draft = {"method": method, "num_speculative_tokens": DRAFTED}
     if model is not None:
         draft["model"] = model
-    return Row(environment | _EXACT, graphs, frozenset(owners), target, draft)
+    return Row(
+        environment | _EXACT,
+        (_COMPILED if compiled else _UNCOMPILED) | {"cudagraph_mode": mode},
+        frozenset(["target", *owners]),
+        target,
+        draft,
+        {"dtype": "float32"},
+    )
 
 
-_AUTOREGRESSIVE = ("target", "draft_prefill", "draft_decode")
+# Of bfloat16, as they are served.
+TARGETS = {
+    "V1, FULL_DECODE_ONLY": _target(V1, "FULL_DECODE_ONLY"),
+    "V1, breakable PIECEWISE": _target(V1 | BREAKABLE, "PIECEWISE"),
+    "V1, compiled FULL_AND_PIECEWISE, profiled": _target(
+        V1, "FULL_AND_PIECEWISE", _COMPILED, **MEASURED
+    ),
+    "V2, FULL_DECODE_ONLY": _target(V2, "FULL_DECODE_ONLY"),
+    "V2, breakable PIECEWISE": _target(V2 | BREAKABLE, "PIECEWISE"),
+    "V2, compiled FULL_AND_PIECEWISE": _target(V2, "FULL_AND_PIECEWISE", _COMPILED),
+}
 
-ROWS = {
-    "V1, EAGLE, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle", _DRAFT
+_BY_PROPOSER = ("draft",)
+V1_DRAFTS = {
+    "V1, EAGLE, breakable PIECEWISE": _draft(
+        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT
     ),
-    "V1, EAGLE3, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "eagle3", EAGLE3
+    "V1, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
+        V1, "FULL_AND_PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT, compiled=1
     ),
-    "V1, draft model, breakable PIECEWISE": _row(
-        V1 | BREAKABLE, "PIECEWISE", ("target", "draft"), "draft_model", _DRAFT
+    "V1, EAGLE3, breakable PIECEWISE": _draft(
+        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle3", EAGLE3
     ),
-    "V2, EAGLE, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT
+    "V1, draft model, breakable PIECEWISE": _draft(
+        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "draft_model", _DRAFT
     ),
-    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _row(
-        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3
+    "V1, MTP, breakable PIECEWISE": _draft(
+        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "mtp", target=MIMO
     ),
-    "V2, MTP, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", target=MIMO
-    ),
-    "V2, multi-module MTP, FULL_DECODE_ONLY": _row(
-        V2,
-        "FULL_DECODE_ONLY",
-        ("target", "multi_module_mtp"),
-        "mtp",
-        target=EXAONE,
-    ),
-    "V2, DFlash, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH
-    ),
-    "V2, DFlash2, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "draft_query"), "dflash", DFLASH2
-    ),
-    "V2, DSpark, FULL_DECODE_ONLY": _row(
-        V2, "FULL_DECODE_ONLY", ("target", "dspark"), "dspark", DSPARK
+    "V1, DFlash, breakable PIECEWISE": _draft(
+        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "dflash", DFLASH
     ),
 }
+
+_AUTOREGRESSIVE = ("draft_prefill", "draft_decode")
+V2_DRAFTS = {
+    "V2, EAGLE, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT
+    ),
+    "V2, EAGLE, breakable PIECEWISE": _draft(
+        V2 | BREAKABLE, "PIECEWISE", ("draft_prefill",), "eagle", _DRAFT
+    ),
+    "V2, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
+        V2, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle", _DRAFT, compiled=1
+    ),
+    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _draft(
+        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3
+    ),
+    "V2, MTP, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", target=MIMO
+    ),
+    "V2, multi-module MTP, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", ("multi_module_mtp",), "mtp", target=EXAONE
+    ),
+    "V2, DFlash, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", ("draft_query",), "dflash", DFLASH
+    ),
+    "V2, DFlash2, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", ("draft_query",), "dflash", DFLASH2
+    ),
+    "V2, DSpark, FULL_DECODE_ONLY": _draft(
+        V2, "FULL_DECODE_ONLY", ("dspark",), "dspark", DSPARK
+    ),
+}
+DRAFTS = V1_DRAFTS | V2_DRAFTS

@@ -4,7 +4,8 @@
 import pytest
 
 from tests import engines, gpus
-from tests.v1.distributed.test_b12x_engines import ENGINES
+from tests.v1.owner_engines import LIMITS
+from tests.v1.owner_rows import TARGETS
 
 pytestmark = [
     gpus.needs_gpu,
@@ -24,15 +25,15 @@ def _in_use():
     return report
 
 
-@pytest.mark.parametrize("name", ["V1, FULL decode", "V2, FULL decode"])
+@pytest.mark.parametrize("name", ["V1, FULL_DECODE_ONLY", "V2, FULL_DECODE_ONLY"])
 def test_it_gives_the_tokens_of_nccl(name):  # R-A5
-    environment, options, _ = ENGINES[name]
-    shared = {"attention_backend": "TRITON_ATTN", **options}
-    own = engines.generate(2, engines.LLAMA, environment, watch=_in_use, **shared)
+    row = TARGETS[name]
+    shared = LIMITS | row.engine()
+    own = engines.generate(2, row.target, row.environment, watch=_in_use, **shared)
     if not all(answer.report for answer in own):
         pytest.skip("vLLM's own all-reduce does not take these GPUs")
     nccl = engines.generate(
-        2, engines.LLAMA, environment, disable_custom_all_reduce=True, **shared
+        2, row.target, row.environment, disable_custom_all_reduce=True, **shared
     )
-    assert [answer.tokens for answer in own] == [answer.tokens for answer in nccl]
+    assert [answer.decoded for answer in own] == [answer.decoded for answer in nccl]
     assert [answer.tables for answer in own] == [[], []]

@@ -9,7 +9,7 @@ import pytest
 
 import vllm.v1.worker.gpu.spec_decode as speculators
 from tests.utils import import_all, with_subclasses
-from tests.v1.owner_rows import ROWS
+from tests.v1.owner_rows import DRAFTS as ROWS
 from vllm.config import SpeculativeConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import Owner
@@ -153,7 +153,7 @@ def test_what_the_tiny_engines_expect_is_in_the_catalogue(row):  # R-A3
         layers=row.target.get("num_nextn_predict_layers", 1),
         steps=given["num_speculative_tokens"],
     )
-    config = _config(speculative, CUDAGraphMode[row.graphs])
+    config = _config(speculative, CUDAGraphMode[row.compilation["cudagraph_mode"]])
     v2 = row.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert _owners(config, v2) == ({Owner(owner) for owner in row.owners}, set())
 

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole engines on b12x channels, over 500 steps in which requests come and go.
+
+Beside each the same engine on NCCL: the same tokens, which came in the same steps, by
+replays of the same owners' graphs. With a draft, also the tokens of the engine without.
+"""
+
+import json
+
+from tests import engines
+from tests.distributed.b12x_ranks import SWITCHES
+from tests.v1.owner_rows import DRAFTED, Row
+
+STEPS = 500
+# More requests than places, of all lengths: batches shrink as some end and grow as
+# others come. The first lasts all steps, even if all that is drafted were right.
+# No prompt is a single token: one that joins others is padded with drafts, and when
+# those are rejected vLLM 0.28.0's multi-module MTP computes position -1 anew.
+WORK = engines.Work(
+    [[n + 1 + 4 * place for place in range(2 + n % 3)] for n in range(16)],
+    (STEPS * (1 + DRAFTED), *(20 + 53 * n % 130 for n in range(15))),
+    STEPS,
+)
+LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
+EAGER, ENCODER = "vllm:eager:allreduce", "vllm:encoder:production"
+
+
+def production(owners):
+    """The channels of these owners."""
+    return {f"vllm:{owner}:production" for owner in owners}
+
+
+def see_the_same(b12x, nccl, owners):
+    """Have an engine on channels do what it does on NCCL, by graphs of these owners.
+
+    Args:
+        b12x, nccl: What their ranks answered.
+        owners: Values of exactly those whose graphs communicate.
+    """
+    expected = production(owners)
+    for answer, other in zip(b12x, nccl, strict=True):
+        # what is accepted of a draft shows in the steps that tokens came in
+        assert answer.decoded == other.decoded
+        assert answer.decoded.steps == STEPS
+        assert expected == set(answer.decoded.replayed)
+        for channel, steps in answer.decoded.replayed.items():
+            # but for those with a prompt, which not all modes have graphs for
+            every = STEPS - 2 * len(WORK.prompts)
+            assert steps >= (1 if channel == ENCODER else every), channel
+        (recorded,) = answer.recorded.values()
+        assert set(recorded) == expected
+    assert b12x[0].channels() == expected | {EAGER}
+    assert [answer.tables for answer in b12x[1:]] == [[]] * (len(b12x) - 1)
+    assert [answer.tables for answer in nccl] == [[]] * len(nccl)  # R-A5
+
+
+def compare(row: Row) -> None:
+    """Run a row on NCCL, on b12x channels, and without its draft."""
+    options = row.engine()
+    nccl = _nccl(row, options)
+    b12x = engines.generate(
+        2, row.target, {**row.environment, **SWITCHES}, **LIMITS, **options
+    )
+    see_the_same(b12x, nccl, row.owners)
+    if row.speculative is None:
+        return
+    for answer, plain in zip(b12x, _undrafted(row), strict=True):
+        for drafted, tokens in zip(answer.tokens, plain, strict=True):
+            # a draft gets further in as many steps
+            assert drafted[: len(tokens)] == tokens
+            assert tokens
+        assert answer.decoded.accepted > 0
+
+
+def _nccl(row, options):
+    return engines.generate(
+        2,
+        row.target,
+        row.environment,
+        disable_custom_all_reduce=True,
+        **LIMITS,
+        **options,
+    )
+
+
+# Tokens of engines without a draft; rows share them.
+_plain: dict[str, list] = {}
+
+
+def _undrafted(row):
+    options = row.undrafted()
+    key = json.dumps([row.environment, row.target, options])
+    if key not in _plain:
+        _plain[key] = [answer.tokens for answer in _nccl(row, options)]
+    return _plain[key]
