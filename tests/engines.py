@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole vLLM engines with dummy weights on GPUs, one forked process a rank.
+"""Whole vLLM engines with dummy weights on GPUs, one fresh process a rank.
 
 They use vLLM's external launcher: each rank runs an engine of its own in one
 process, and the ranks of one test are all that there is to clean up.
+
+The process is fresh because vLLM reads some switches as it is imported: breakable
+graphs break at attention only if their switch is set before.
 """
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
@@ -92,6 +97,16 @@ class Work(NamedTuple):
 
 Report = Callable[[Any], Any]
 
+
+def unwatched() -> Report:
+    """The watch that reports nothing."""
+    return _nothing
+
+
+def _nothing(engine: Any) -> None:
+    pass
+
+
 # Options of an engine that profiles memory, for which nothing else may use its GPU.
 MEASURED = {"kv_cache_memory_bytes": None}
 
@@ -157,7 +172,7 @@ def generate(
     environment: Mapping[str, str],
     *,
     deadline: float = 240,
-    watch: Callable[[], Report] = lambda: lambda engine: None,
+    watch: Callable[[], Report] = unwatched,
     work: Work = SHORT,
     tokenizer: Mapping[str, Any] | None = None,
     **options: Any,
@@ -170,46 +185,54 @@ def generate(
         environment: Of each rank, beside what several ranks on a GPU need.
         deadline: Seconds after which the ranks are killed.
         watch: Called on each rank before its engine is made; what it returns is
-            called with the engine when that has answered, and gives the report.
+            called with the engine when that has answered, and gives the report. A
+            function of a module, as it is looked up in another process.
         work: The prompts, and how many tokens of each.
         tokenizer: The model's ``tokenizer.json``, which one that takes images wants.
         options: For ``vllm.LLM``. A draft's model may be a ``config.json`` too.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    files = {"config.json": model}
+    if tokenizer is not None:
+        files["tokenizer.json"] = tokenizer
+    # held, so that no other test gets the port before the ranks listen on it
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
 
-    def body(rank: int, store: object) -> Answer:
-        os.environ.update(
-            gpus.environment(rank, world),
-            RANK=str(rank),
-            LOCAL_RANK=str(rank % gpus.GPUS),
-            WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            **environment,
-        )
-        files = {"config.json": model}
-        if tokenizer is not None:
-            files["tokenizer.json"] = tokenizer
-        _make_sums_matter(rank)
-        return _answer(world, files, watch(), Replays(), work, options)
+        def body(rank: int, store: object) -> Answer:
+            os.environ.update(
+                gpus.environment(rank, world),
+                RANK=str(rank),
+                LOCAL_RANK=str(rank % gpus.GPUS),
+                WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                **environment,
+            )
+            fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+            # nobody waits for its end: it ends with the rank's process group
+            return fresh.submit(
+                _answer, rank, world, files, watch, work, options
+            ).result()
 
-    return ranks.values(world, body, deadline)
+        return ranks.values(world, body, deadline)
 
 
 def _answer(
+    rank: int,
     world: int,
     files: Mapping[str, Any],
-    report: Report,
-    replays: Replays,
+    watch: Callable[[], Report],
     work: Work,
     options: dict[str, Any],
 ) -> Answer:
     from vllm import LLM
     from vllm.distributed import parallel_state
 
+    _make_sums_matter(rank)
+    report, replays = watch(), Replays()
     lines = _Lines()
     logger = logging.getLogger("vllm")
     logger.addHandler(lines)

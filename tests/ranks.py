@@ -44,12 +44,14 @@ class Outcome:
         error: What it raised, the rank's traceback added as a note; else None.
         status: As subprocess has it: 0, an exit status, or minus the signal.
         late: It was still running at the deadline and was killed.
+        returned: The function did, and its value is what came of it.
     """
 
     value: Any
     error: BaseException | None
     status: int
     late: bool
+    returned: bool
 
 
 def run(
@@ -100,6 +102,7 @@ def values(count: int, body: Body, deadline: float) -> list[Any]:
         assert ended, f"rank {rank} ended with {outcome.status}"
     for rank, outcome in enumerate(outcomes):
         assert not outcome.late, f"rank {rank} still ran after {deadline} s"
+        assert outcome.returned, f"rank {rank} ended without returning"
     return [outcome.value for outcome in outcomes]
 
 
@@ -182,4 +185,5 @@ def _end(pid: int) -> int:
 
 def _outcome(report: bytes | None, status: int) -> Outcome:
     value, error = pickle.loads(report) if report else (None, None)
-    return Outcome(value, error, status, late=report is None)
+    returned = bool(report) and error is None
+    return Outcome(value, error, status, late=report is None, returned=returned)

@@ -45,3 +45,15 @@ def test_who_does_not_fail_has_until_the_deadline():
     assert ranks.values(2, body, DEADLINE) == [0, 1]
     with pytest.raises(AssertionError, match="rank 1 still ran after 0.5 s"):
         ranks.values(2, body, 0.5)
+
+
+def test_a_rank_that_ends_without_returning_is_no_value():
+    def body(rank, store):
+        if rank == 1:
+            os._exit(0)
+
+    with pytest.raises(AssertionError, match="rank 1 ended without returning"):
+        ranks.values(2, body, DEADLINE)
+    returned, ended = ranks.run(2, body, DEADLINE)
+    assert (returned.returned, ended.returned) == (True, False)
+    assert returned.value is ended.value is None
