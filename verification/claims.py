@@ -35,7 +35,8 @@ CLAIMS = (
     Claim(
         "each kind of draft, and an encoder, has its channel in an engine",
         (
-            "tests/v1/distributed/test_b12x_owners.py::*gives_the_tokens*",
+            "tests/v1/distributed/test_b12x_v1_drafts.py::*",
+            "tests/v1/distributed/test_b12x_v2_drafts.py::*",
             "tests/v1/distributed/test_b12x_encoder.py::*",
         ),
     ),

@@ -143,7 +143,8 @@ def _draft(environment, mode, owners, method, model=None, target=TARGET, compile
 TARGETS = {
     "V1, FULL_DECODE_ONLY": _target(V1, "FULL_DECODE_ONLY"),
     "V1, breakable PIECEWISE": _target(V1 | BREAKABLE, "PIECEWISE"),
-    "V1, compiled FULL_AND_PIECEWISE, profiled": _target(
+    # with memory measured, by throwaway graphs too
+    "V1, compiled FULL_AND_PIECEWISE": _target(
         V1, "FULL_AND_PIECEWISE", _COMPILED, **MEASURED
     ),
     "V2, FULL_DECODE_ONLY": _target(V2, "FULL_DECODE_ONLY"),
@@ -203,4 +204,4 @@ V2_DRAFTS = {
         V2, "FULL_DECODE_ONLY", ("dspark",), "dspark", DSPARK
     ),
 }
-DRAFTS = V1_DRAFTS | V2_DRAFTS
+ROWS = TARGETS | V1_DRAFTS | V2_DRAFTS

@@ -8,20 +8,14 @@ tests/v1/worker/test_owner_table.py holds the document to it, and it to the test
 from collections.abc import Iterable, Iterator, Sequence
 
 from tests.v1.distributed import test_b12x_encoder as encoder
-from tests.v1.distributed.test_b12x_engines import ENGINES
-from tests.v1.owner_rows import ROWS
+from tests.v1.owner_rows import ROWS, TARGETS, V1_DRAFTS, V2_DRAFTS
 
-ENGINES_TEST = (
-    "tests/v1/distributed/test_b12x_engines.py::test_an_engine_gives_the_tokens_of_nccl"
-)
-ROWS_TEST = (
-    "tests/v1/distributed/test_b12x_owners.py"
-    "::test_an_engine_gives_the_tokens_of_nccl_and_of_no_draft"
-)
-
-ENCODER_TEST = (
-    "tests/v1/distributed/test_b12x_encoder.py::test_an_engine_gives_the_tokens_of_nccl"
-)
+_WHERE = "tests/v1/distributed"
+_OF_NCCL = "test_an_engine_gives_the_tokens_of_nccl"
+TARGETS_TEST = f"{_WHERE}/test_b12x_engines.py::{_OF_NCCL}"
+V1_DRAFTS_TEST = f"{_WHERE}/test_b12x_v1_drafts.py::{_OF_NCCL}_and_of_no_draft"
+V2_DRAFTS_TEST = f"{_WHERE}/test_b12x_v2_drafts.py::{_OF_NCCL}_and_of_no_draft"
+ENCODER_TEST = f"{_WHERE}/test_b12x_encoder.py::{_OF_NCCL}"
 
 # What is captured by which of vLLM's methods, and the test that calls it.
 RECORDED = (
@@ -36,7 +30,7 @@ RECORDED = (
     ),
     (
         "V1",
-        "draft: EAGLE, EAGLE3, MTP, draft model, DFlash, Gemma4",
+        "draft: EAGLE, EAGLE3, MTP, Step3.5 MTP, draft model, DFlash, Gemma4",
         "`GPUModelRunner.capture_model` down to the proposer's `dummy_run`",
         (
             "tests/v1/worker/test_v1_capture_loop.py"
@@ -135,43 +129,134 @@ RECORDED = (
     ),
 )
 
-# Combinations without an engine here, and why.
+# Columns of the table of all combinations: vLLM's cudagraph_mode, and what makes its
+# pieces.
+MODES = (
+    "FULL_DECODE_ONLY",
+    "FULL",
+    "breakable PIECEWISE",
+    "breakable FULL_AND_PIECEWISE",
+    "compiled PIECEWISE",
+    "compiled FULL_AND_PIECEWISE",
+)
+# Its rows: what vLLM makes of each speculator, by the name of a class or function.
+NO_DRAFT = "no draft"
+V1_SPECULATORS = {
+    "EAGLE": "EagleProposer",
+    "EAGLE3": "EagleProposer",
+    "MTP": "EagleProposer",
+    "Step3.5 MTP": "Step3p5MTPProposer",
+    "draft model": "DraftModelProposer",
+    "DFlash": "DFlashProposer",
+    "Gemma4": "Gemma4Proposer",
+    "extract_hidden_states": "ExtractHiddenStatesProposer",
+    "n-gram": "NgramProposer",
+    "n-gram on the GPU": "NgramProposerGPU",
+    "suffix": "SuffixDecodingProposer",
+    "Medusa": "MedusaProposer",
+    "custom class": "create_custom_proposer",
+}
+V2_SPECULATORS = {
+    "EAGLE": "EagleSpeculator",
+    "EAGLE3": "EagleSpeculator",
+    "MTP": "MTPSpeculator",
+    "multi-module MTP": "MultiModuleMTPSpeculator",
+    "Gemma4": "Gemma4Speculator",
+    "DFlash": "DFlashSpeculator",
+    "DFlash2": "DFlash2Speculator",
+    "DSpark": "DSparkSpeculator",
+}
+
+# What a cell says where no engine ran.
+SAME = "CPU, *a*"
+WANTING = "CPU, *b*"
+SILENT = "CPU, *c*"
+UNCAPTURED = "not run, *d*"
+
+_REASONS = """\
+CPU: with recorders only, by the tests above. Why no engine ran:
+
+- *a*: the same methods open the same scopes in every mode, which only tells the sizes
+  and the pieces that are captured in them; an engine ran in another mode.
+- *b*: its target wants an image processor's files, or experts.
+- *c*: silent, it records no collective and has no channel. On V2 so are all drafts, but
+  a prefill's, with PIECEWISE graphs alone.
+- *d*: its proposals are captured by nobody; the target is as without a draft.
+"""
+
+
+_V1_UNCAPTURED = {"n-gram", "n-gram on the GPU", "suffix", "Medusa", "custom class"}
+_V2_FULL_ONLY = {"multi-module MTP", "DFlash", "DFlash2", "DSpark"}
+
+
+def cell(runner: str, speculator: str, mode: str) -> str:
+    """Where a combination ran, and why not on a GPU."""
+    if f"{_combination(runner, speculator)}, {mode}" in RAN:
+        return "**GPU**"
+    if runner == "V1" and speculator in _V1_UNCAPTURED:
+        return UNCAPTURED
+    if speculator in ("Gemma4", "Step3.5 MTP"):
+        return WANTING
+    if speculator == "extract_hidden_states" or (
+        runner == "V2" and mode.endswith(" PIECEWISE") and speculator in _V2_FULL_ONLY
+    ):
+        return SILENT
+    return SAME
+
+
+def _combination(runner: str, speculator: str) -> str:
+    return runner if speculator == NO_DRAFT else f"{runner}, {speculator}"
+
+
+def combinations() -> Iterator[Sequence[str]]:
+    """Runner and speculator of each row, and its cells in the order of ``MODES``."""
+    for runner, speculators in (("V1", V1_SPECULATORS), ("V2", V2_SPECULATORS)):
+        for name in (NO_DRAFT, *speculators):
+            cells = (cell(runner, name, mode) for mode in MODES)
+            yield runner, name, *cells
+
+
+# Other combinations without an engine here, and why.
 NO_ENGINE = (
     ("V1, DBO", "wants data parallelism and experts"),
-    ("V1, Gemma4; V2, Gemma4", "its target wants an image processor's files"),
-    ("V1, extract_hidden_states", "silent: it records no collective, has no channel"),
     ("V2, multi-module MTP on MLA", "TRITON_MLA captures no graphs beside a draft"),
     (
         "V2, multi-module MTP, prompts of one token",
         "vLLM 0.28.0's own engine, on NCCL too, takes position -1 and ends",
     ),
-    ("V2, draft model", "vLLM 0.28.0's V2 runner refuses it"),
-    ("V2, drafts with PIECEWISE graphs alone", "silent, but for the prefill"),
+    ("V2, draft model and what else V1 has", "vLLM 0.28.0's V2 runner refuses it"),
+    ("encoder graphs, other modes", "the target's mode does not touch the encoder's"),
     ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
 )
 
-_ON_GPU = "GPU: NCCL's tokens, these owners"
-_DRAFTS = "GPU: NCCL's tokens and those of no draft, these owners"
-# Where the engines ran.
-RAN = {
-    "V1, FULL decode": _ON_GPU,
-    "V2, FULL decode": _ON_GPU,
-    "V1, breakable piecewise, draft model": _ON_GPU,
-    "V2, breakable piecewise": _ON_GPU,
-    "V1, compiled, profiled": _ON_GPU,
-    "V1, EAGLE, breakable PIECEWISE": _DRAFTS,
-    "V1, EAGLE3, breakable PIECEWISE": _DRAFTS,
-    "V1, draft model, breakable PIECEWISE": _DRAFTS,
-    "V2, EAGLE, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _DRAFTS,
-    "V2, MTP, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, multi-module MTP, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, DFlash, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, DFlash2, FULL_DECODE_ONLY": _DRAFTS,
-    "V2, DSpark, FULL_DECODE_ONLY": _DRAFTS,
-    "V1, encoder graphs": _ON_GPU,
-    "V2, encoder graphs": _ON_GPU,
-}
+# Engines that somebody saw pass on a GPU.
+RAN = frozenset(
+    [
+        "V1, FULL_DECODE_ONLY",
+        "V1, breakable PIECEWISE",
+        "V1, compiled FULL_AND_PIECEWISE",
+        "V1, EAGLE, breakable PIECEWISE",
+        "V1, EAGLE, compiled FULL_AND_PIECEWISE",
+        "V1, EAGLE3, breakable PIECEWISE",
+        "V1, draft model, breakable PIECEWISE",
+        "V1, MTP, breakable PIECEWISE",
+        "V1, DFlash, breakable PIECEWISE",
+        "V1, encoder graphs",
+        "V2, FULL_DECODE_ONLY",
+        "V2, breakable PIECEWISE",
+        "V2, compiled FULL_AND_PIECEWISE",
+        "V2, EAGLE, FULL_DECODE_ONLY",
+        "V2, EAGLE, breakable PIECEWISE",
+        "V2, EAGLE, compiled FULL_AND_PIECEWISE",
+        "V2, EAGLE3, breakable FULL_AND_PIECEWISE",
+        "V2, MTP, FULL_DECODE_ONLY",
+        "V2, multi-module MTP, FULL_DECODE_ONLY",
+        "V2, DFlash, FULL_DECODE_ONLY",
+        "V2, DFlash2, FULL_DECODE_ONLY",
+        "V2, DSpark, FULL_DECODE_ONLY",
+        "V2, encoder graphs",
+    ]
+)
 
 _INTRODUCTION = """\
 # Owners of graphs
@@ -230,17 +315,23 @@ vLLM's own methods, with recorders for models, graphs and transports.
 _ENGINES = """
 ## Whole engines
 
-Two ranks on one H200, most over MPS, dummy weights, b12x on channels; each is compared
-with the same engine on NCCL, and its table of channels with the owners. Those with
-drafts also take 500 steps and are compared with the engine without a draft. Those with
-encoder graphs are asked about images, and their graphs take every one.
+Two ranks on one H200, over MPS, dummy weights, b12x on channels. Over 500 steps, in
+which 16 requests come and go, each is compared with the same engine on NCCL: the same
+tokens in the same steps, so that drafts were accepted alike (some were, of every kind);
+graphs of exactly these owners replayed, in nearly all steps; a table of exactly their
+channels and the eager lane. Drafts also give the tokens of the engine without a draft.
+An encoder's graphs take every image.
 
-What ran was seen by whoever ran it and is written down by hand; those runs that left a
-receipt are in [verified.md](verified.md).
+What ran was seen on 2026-12-03 and is written down by hand, in `RAN` of
+tests/v1/owner_table.py; runs that left a receipt are in [verified.md](verified.md).
+"""
+
+_COMBINATIONS = """
+Runner, speculator and graph mode together:
 """
 
 _MISSING = """
-No engine:
+Beside these:
 
 | combination | why |
 |---|---|
@@ -260,16 +351,20 @@ _LEFT = """
 
 def engines() -> Iterator[Sequence[str]]:
     """Of each whole engine: its name, its owners, where it ran, and its test."""
-    for name, (_, _, owners) in ENGINES.items():
-        yield _engine(name, (owner.split(":")[1] for owner in owners), ENGINES_TEST)
-    for name, row in ROWS.items():
-        yield _engine(name, row.owners, ROWS_TEST)
+    for rows, test in (
+        (TARGETS, TARGETS_TEST),
+        (V1_DRAFTS, V1_DRAFTS_TEST),
+        (V2_DRAFTS, V2_DRAFTS_TEST),
+    ):
+        for name in rows:
+            yield _engine(name, ROWS[name].owners, test)
     for name in encoder.ENGINES:
         yield _engine(name, encoder.OWNERS, ENCODER_TEST)
 
 
 def _engine(name: str, owners: Iterable[str], test: str) -> Sequence[str]:
-    return name, ", ".join(sorted(owners)), RAN.get(name, "not run"), f"`{test}`"
+    ran = "GPU" if name in RAN else "not run"
+    return name, ", ".join(sorted(owners)), ran, f"`{test}`"
 
 
 def _table(*rows: Sequence[str]) -> str:
@@ -289,6 +384,11 @@ def document() -> str:
             _ENGINES,
             "\n",
             _table(("engine", "owners", "ran", "test"), *engines()),
+            _COMBINATIONS,
+            "\n",
+            _table(("runner", "speculator", *MODES), *combinations()),
+            "\n",
+            _REASONS,
             _MISSING,
             missing,
             _LEFT,

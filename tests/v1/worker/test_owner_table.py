@@ -2,11 +2,15 @@
 """docs/owners.md is what the tests are: it names those there are, and all owners."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 from tests.v1 import owner_table
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import Owner
+from vllm.v1.worker.gpu.spec_decode import init_speculator
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,4 +52,32 @@ def test_every_owner_has_an_engine():  # R-A3
 
 
 def test_what_ran_is_of_engines_there_are():
-    assert set(owner_table.RAN) <= {name for name, *_ in owner_table.engines()}
+    assert {name for name, *_ in owner_table.engines()} >= owner_table.RAN
+
+
+def test_every_engine_without_an_encoder_has_its_cell():
+    cells = {
+        (runner, name, mode)
+        for runner, name, *ran in owner_table.combinations()
+        for mode, where in zip(owner_table.MODES, ran, strict=True)
+        if where == "**GPU**"
+    }
+    engines = {name for name in owner_table.RAN if "encoder" not in name}
+    assert len(cells) == len(engines)
+
+
+def test_every_v1_speculator_has_a_row():
+    source = inspect.getsource(GPUModelRunner.__init__)
+    made = set(re.findall(r"self\.drafter = (\w+)\(", source))
+    assert made == set(owner_table.V1_SPECULATORS.values())
+
+
+def test_every_v2_speculator_has_a_row():
+    source = inspect.getsource(init_speculator)
+    made = set(re.findall(r"return (\w+)\(", source))
+    assert made == set(owner_table.V2_SPECULATORS.values())
+
+
+def test_every_graph_mode_has_a_column():
+    columns = {mode.split()[-1] for mode in owner_table.MODES}
+    assert columns | {"NONE"} == {mode.name for mode in CUDAGraphMode}

@@ -20,6 +20,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
+from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -30,6 +31,7 @@ PROPOSERS = (
     DraftModelProposer,
     DFlashProposer,
     Gemma4Proposer,
+    Step3p5MTPProposer,
     ExtractHiddenStatesProposer,
 )
 
