@@ -77,6 +77,25 @@ def test_as_a_decorator_it_looks_at_each_call():  # R-B4
     assert dummy_run() is None
 
 
+def test_another_method_does_not_take_an_inner_owners_name():  # R-A3 # C07
+    @owner_scope(Owner.DRAFT)
+    def dummy_run():
+        return active_channel()
+
+    @owner_scope(Owner.DRAFT)
+    def capture():
+        return dummy_run()  # as by super(): the same owner's
+
+    with channel_scope(TARGET):
+        assert capture() == capture()
+        refused = "second capture as vllm:draft:production, by .*dummy_run: .*capture,"
+        with pytest.raises(ValueError, match=refused):
+            dummy_run()
+        assert active_channel() == TARGET
+    with channel_scope(TARGET):  # another one
+        assert str(dummy_run()) == "vllm:draft:production"
+
+
 def test_another_thread_sees_the_open_scope():  # R-B9
     seen = []
     with channel_scope(TARGET):

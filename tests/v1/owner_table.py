@@ -304,8 +304,7 @@ it captures, on every rank (`tests/v1/distributed/test_owner_isolation.py`, on t
 transport and on b12x's pools). A name is free again once a rollback has freed its
 channel. An owner that captures anew while its first graphs live says so with
 `ChannelId(owner, phase, generation=2)`. Inner owners come again and again within one
-outer scope, once a batch size, so two of them under one name are not told apart at run
-time; a test counts them instead.
+outer scope, once a batch size; there the decorated method is told from another's.
 
 ## Captures on the CPU
 

@@ -65,15 +65,6 @@ def test_a_v2_speculators_graphs_are_its_own(cls, communicator):  # R-A3 # C07
     assert communicator.names == _expected(cls)
 
 
-@pytest.mark.parametrize("cls", _speculators(), ids=lambda cls: cls.__name__)
-def test_owners_beside_one_another_differ(cls):  # R-A3 # C07
-    beside = [
-        str(ChannelId(o, Phase.PRODUCTION)) for o in (Owner.TARGET, Owner.ENCODER)
-    ]
-    names = [*beside, *_expected(cls)]
-    assert len(set(names)) == len(names)
-
-
 def test_one_step_needs_no_decode_graphs(communicator):
     speculator = speculator_of(EagleSpeculator)
     speculator.num_speculative_steps = 1

@@ -7,10 +7,15 @@ because a dual-batch overlap captures on threads that did not open the scope.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
 from vllm.distributed.graph_channels.trace import span
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Admission = Callable[[ChannelId | None, ExitStack], None]
 """Lets transports take part in a scope: enters each on the stack, or raises."""
@@ -28,11 +33,13 @@ class Scope:
         channel_id: The owner's channel; None if the caller named none.
         members: What was entered for it; a transport made later may join.
         admit: How transports take part in it, and in scopes inside it.
+        inner: Which method has taken each owner's name inside it.
     """
 
     channel_id: ChannelId | None
     members: ExitStack
     admit: Admission
+    inner: dict[Owner, str] = field(default_factory=dict)
 
 
 _open: list[Scope] = []
@@ -94,22 +101,47 @@ def channel_scope(
             del _open[depth:]
 
 
-@contextmanager
-def owner_scope(owner: Owner) -> Iterator[None]:
+class owner_scope:  # noqa: N801 (used as a function is)
     """Let an owner that captures inside another's scope use its own channel.
 
     The V1 runner captures its drafts and its encoder inside the target's scope.
     Phase and generation are the outer scope's. Where no named scope is open, as
     while serving, nothing happens, nor in a scope of the owner's own, as the V2
-    runner opens for the encoder. Usable as a decorator; may be entered any number
-    of times inside one outer scope.
+    runner opens for the encoder. For a ``with`` block, or a decorator: then the
+    method is who captures. It may come any number of times inside one outer scope,
+    once a batch size, but another under its name would be in its buffers.
 
     Args:
-        owner: Who captures, or warms up to capture, inside the block.
+        owner: Who captures, or warms up to capture, inside.
 
     Raises:
-        ValueError: It is the target, whose scope others are inside of.
+        ValueError: On entry. It is the target, whose scope others are inside of, or
+            another has had this name within the outer scope.
     """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._entered = ExitStack()
+
+    def __call__(self, method: Callable[P, R]) -> Callable[P, R]:
+        """Run a method in the scope."""
+
+        @wraps(method)
+        def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _inner_scope(self._owner, method.__qualname__):
+                return method(*args, **kwargs)
+
+        return scoped
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(_inner_scope(self._owner, "a with block"))
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.__exit__(*raised)
+
+
+@contextmanager
+def _inner_scope(owner: Owner, who: str) -> Iterator[None]:
     if owner is Owner.TARGET:
         raise ValueError(
             "what captures inside the target's scope is not the target: it needs a "
@@ -119,5 +151,13 @@ def owner_scope(owner: Owner) -> Iterator[None]:
     if outer is None or outer.channel_id is None or outer.channel_id.owner is owner:
         yield
         return
-    with channel_scope(replace(outer.channel_id, owner=owner), outer.admit):
+    channel_id = replace(outer.channel_id, owner=owner)
+    first = outer.inner.setdefault(owner, who)
+    if first != who:
+        raise ValueError(
+            f"a second capture as {channel_id}, by {who}: within this scope the name "
+            f"is that of {first}, whose graphs it would share buffers with; it needs "
+            "an Owner of its own"
+        )
+    with channel_scope(channel_id, outer.admit):
         yield
