@@ -143,6 +143,7 @@ class Answer(NamedTuple):
 
     Attributes:
         decoded: What it generated, and how.
+        captured: Graphs by channel, each piece counted.
         recorded: Launches recorded into graphs, by transport and channel.
         tables: What it logged as the table of graph channels.
         log: Every other line of vLLM's loggers at INFO and above.
@@ -150,6 +151,7 @@ class Answer(NamedTuple):
     """
 
     decoded: Decoded
+    captured: dict[str, int]
     recorded: dict[str, dict[str, int]]
     tables: list[str]
     log: list[str]
@@ -258,6 +260,7 @@ def _answer(
     usages = [] if ledger is None else ledger.usage()
     answer = Answer(
         answers,
+        dict(replays.captured),
         {
             usage.label: {str(name): n for name, n in usage.recorded.items()}
             for usage in usages

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose graphs a process replays, told by the scope in which each was captured."""
+"""Whose graphs a process captures and replays, told by the scope of each capture."""
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,16 +14,21 @@ class Replays:
 
     The name is that of the innermost open scope; the text "None" where there was none.
     Engines without a transport open the same scopes.
+
+    Attributes:
+        captured: By name, how many graphs; each piece is one.
     """
 
     def __init__(self) -> None:
+        self.captured: Counter[str] = Counter()
         self._seen: set[str] = set()
         graph = torch.cuda.CUDAGraph
         begin, replay = graph.capture_begin, graph.replay
         captured_for: dict[int, str] = {}
 
         def capture_begin(self_: Any, *given: Any, **named: Any) -> None:
-            captured_for[id(self_)] = str(active_channel())
+            captured_for[id(self_)] = name = str(active_channel())
+            self.captured[name] += 1
             begin(self_, *given, **named)
 
         def noted_replay(self_: Any) -> None:

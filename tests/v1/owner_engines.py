@@ -9,7 +9,7 @@ import json
 
 from tests import engines
 from tests.distributed.b12x_ranks import SWITCHES
-from tests.v1.owner_rows import DRAFTED, Row
+from tests.v1.owner_rows import DRAFTED, SIZES, Row
 
 STEPS = 500
 # More requests than places, of all lengths: batches shrink as some end and grow as
@@ -22,6 +22,7 @@ WORK = engines.Work(
     STEPS,
 )
 LIMITS = {"max_model_len": 1536, "work": WORK, "deadline": 400}
+TARGET = "vllm:target:production"
 EAGER, ENCODER = "vllm:eager:allreduce", "vllm:encoder:production"
 
 
@@ -30,13 +31,18 @@ def production(owners):
     return {f"vllm:{owner}:production" for owner in owners}
 
 
-def see_the_same(b12x, nccl, owners):
+def see_the_same(b12x, nccl, owners, mode):
     """Have an engine on channels do what it does on NCCL, by graphs of these owners.
 
     Args:
         b12x, nccl: What their ranks answered.
         owners: Values of exactly those whose graphs communicate.
+        mode: vLLM's cudagraph_mode.
     """
+    pieces = mode.endswith("PIECEWISE")
+    # Without pieces, steps with a prompt are eager; with them, only the first few, in
+    # which prompts together are larger than any graph.
+    every = STEPS - (len(WORK.prompts) // 2 if pieces else 2 * len(WORK.prompts))
     expected = production(owners)
     for answer, other in zip(b12x, nccl, strict=True):
         # what is accepted of a draft shows in the steps that tokens came in
@@ -44,11 +50,15 @@ def see_the_same(b12x, nccl, owners):
         assert answer.decoded.steps == STEPS
         assert expected == set(answer.decoded.replayed)
         for channel, steps in answer.decoded.replayed.items():
-            # but for those with a prompt, which not all modes have graphs for
-            every = STEPS - 2 * len(WORK.prompts)
             assert steps >= (1 if channel == ENCODER else every), channel
+        # several pieces a size, or one graph
+        assert (answer.captured[TARGET] > len(SIZES)) is pieces
+        assert answer.captured == other.captured
         (recorded,) = answer.recorded.values()
         assert set(recorded) == expected
+    # of wrong sums it would not be told if all prompts had the same tokens
+    shortest = min(WORK.lengths)
+    assert len({tuple(tokens[:shortest]) for tokens in nccl[0].tokens}) > 1
     assert b12x[0].channels() == expected | {EAGER}
     assert [answer.tables for answer in b12x[1:]] == [[]] * (len(b12x) - 1)
     assert [answer.tables for answer in nccl] == [[]] * len(nccl)  # R-A5
@@ -61,7 +71,7 @@ def compare(row: Row) -> None:
     b12x = engines.generate(
         2, row.target, {**row.environment, **SWITCHES}, **LIMITS, **options
     )
-    see_the_same(b12x, nccl, row.owners)
+    see_the_same(b12x, nccl, row.owners, row.compilation["cudagraph_mode"])
     if row.speculative is None:
         return
     for answer, plain in zip(b12x, _undrafted(row), strict=True):

@@ -75,11 +75,12 @@ DSPARK = _QWEN | {
 
 DRAFTED = 2  # tokens a step
 
-_SIZES = {"custom_ops": ["none"], "cudagraph_capture_sizes": [1, 2, 4, 8, 12]}
-_UNCOMPILED = _SIZES | {"mode": 0}
+SIZES = [1, 2, 4, 8, 12]  # of batches that have graphs
+_GRAPHS = {"custom_ops": ["none"], "cudagraph_capture_sizes": SIZES}
+_UNCOMPILED = _GRAPHS | {"mode": 0}
 # FlashInfer, where it is installed, would fuse the sums of compiled models: they
 # would be its own.
-_COMPILED = _SIZES | {"mode": 3, "pass_config": {"fuse_allreduce_rms": False}}
+_COMPILED = _GRAPHS | {"mode": 3, "pass_config": {"fuse_allreduce_rms": False}}
 
 
 @dataclass(frozen=True)

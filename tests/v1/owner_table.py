@@ -30,7 +30,10 @@ RECORDED = (
     ),
     (
         "V1",
-        "draft: EAGLE, EAGLE3, MTP, Step3.5 MTP, draft model, DFlash, Gemma4",
+        (
+            "draft: EAGLE, EAGLE3, MTP, Step3.5 MTP, draft model, DFlash, Gemma4, "
+            "extract_hidden_states"
+        ),
         "`GPUModelRunner.capture_model` down to the proposer's `dummy_run`",
         (
             "tests/v1/worker/test_v1_capture_loop.py"
@@ -168,40 +171,51 @@ V2_SPECULATORS = {
 }
 
 # What a cell says where no engine ran.
-SAME = "CPU, *a*"
-WANTING = "CPU, *b*"
-SILENT = "CPU, *c*"
-UNCAPTURED = "not run, *d*"
+SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED = (
+    f"not run, *{letter}*" for letter in "abcdef"
+)
 
 _REASONS = """\
-CPU: with recorders only, by the tests above. Why no engine ran:
+Recorders, on the CPU: whether a test above drives the class, in one mode or with
+managers that have no sizes. Engines, on a GPU; where none ran:
 
 - *a*: the same methods open the same scopes in every mode, which only tells the sizes
   and the pieces that are captured in them; an engine ran in another mode.
-- *b*: its target wants an image processor's files, or experts.
+- *b*: its target wants an image processor's files, or no tiny one was made.
 - *c*: silent, it records no collective and has no channel. On V2 so are all drafts, but
   a prefill's, with PIECEWISE graphs alone.
 - *d*: its proposals are captured by nobody; the target is as without a draft.
+- *e*: a V1 draft has piecewise graphs or none, and has none here: its scope opens all
+  the same, with a channel that no graph uses.
+- *f*: vLLM 0.28.0's V2 runner refuses it.
 """
-
 
 _V1_UNCAPTURED = {"n-gram", "n-gram on the GPU", "suffix", "Medusa", "custom class"}
 _V2_FULL_ONLY = {"multi-module MTP", "DFlash", "DFlash2", "DSpark"}
+_V2_REFUSED = "draft model"
 
 
 def cell(runner: str, speculator: str, mode: str) -> str:
     """Where a combination ran, and why not on a GPU."""
     if f"{_combination(runner, speculator)}, {mode}" in RAN:
         return "**GPU**"
-    if runner == "V1" and speculator in _V1_UNCAPTURED:
+    if runner == "V2":
+        return _v2_reason(speculator, mode)
+    if speculator in _V1_UNCAPTURED:
         return UNCAPTURED
-    if speculator in ("Gemma4", "Step3.5 MTP"):
-        return WANTING
-    if speculator == "extract_hidden_states" or (
-        runner == "V2" and mode.endswith(" PIECEWISE") and speculator in _V2_FULL_ONLY
-    ):
+    if speculator == "extract_hidden_states":
         return SILENT
-    return SAME
+    if speculator != NO_DRAFT and mode.startswith("FULL"):
+        return EAGER
+    return WANTING if speculator in ("Gemma4", "Step3.5 MTP") else SAME
+
+
+def _v2_reason(speculator: str, mode: str) -> str:
+    if speculator == _V2_REFUSED:
+        return REFUSED
+    if mode.endswith(" PIECEWISE") and speculator in _V2_FULL_ONLY:
+        return SILENT
+    return WANTING if speculator == "Gemma4" else SAME
 
 
 def _combination(runner: str, speculator: str) -> str:
@@ -209,22 +223,28 @@ def _combination(runner: str, speculator: str) -> str:
 
 
 def combinations() -> Iterator[Sequence[str]]:
-    """Runner and speculator of each row, and its cells in the order of ``MODES``."""
-    for runner, speculators in (("V1", V1_SPECULATORS), ("V2", V2_SPECULATORS)):
+    """Runner, speculator, whether recorders ran, and a cell for each of ``MODES``."""
+    for runner, speculators in (
+        ("V1", [*V1_SPECULATORS]),
+        ("V2", [*V2_SPECULATORS, _V2_REFUSED]),
+    ):
         for name in (NO_DRAFT, *speculators):
-            cells = (cell(runner, name, mode) for mode in MODES)
-            yield runner, name, *cells
+            cells = [cell(runner, name, mode) for mode in MODES]
+            recorded = not {UNCAPTURED, REFUSED} & set(cells)
+            yield runner, name, "yes" if recorded else "no", *cells
 
 
 # Other combinations without an engine here, and why.
 NO_ENGINE = (
-    ("V1, DBO", "wants data parallelism and experts"),
+    (
+        "V1, DBO",
+        "vLLM wants data parallelism, and DeepEP's or NIXL's kernels for experts",
+    ),
     ("V2, multi-module MTP on MLA", "TRITON_MLA captures no graphs beside a draft"),
     (
         "V2, multi-module MTP, prompts of one token",
         "vLLM 0.28.0's own engine, on NCCL too, takes position -1 and ends",
     ),
-    ("V2, draft model and what else V1 has", "vLLM 0.28.0's V2 runner refuses it"),
     ("encoder graphs, other modes", "the target's mode does not touch the encoder's"),
     ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
 )
@@ -288,7 +308,8 @@ for the rest, each where it is missing:
 - A line in `RECORDED` of `tests/v1/owner_table.py` and an engine in
   `tests/v1/owner_rows.py`.
 - The patched file in some test's `COVERS`; then `python -m series check --update`
-  writes the receipt and `python -m series patches` prints docs/patches.md.
+  writes the receipt and `python -m series patches` prints docs/patches.md, as
+  `python -m tests.v1.owner_table` does this page.
 
 No test asks for its line in docs/serving.md.
 
@@ -305,6 +326,7 @@ transport and on b12x's pools). A name is free again once a rollback has freed i
 channel. An owner that captures anew while its first graphs live says so with
 `ChannelId(owner, phase, generation=2)`. Inner owners come again and again within one
 outer scope, once a batch size; there the decorated method is told from another's.
+Blocks of `with owner_scope(...)`, which no owner in vLLM uses, are not told apart.
 
 ## Captures on the CPU
 
@@ -317,12 +339,16 @@ _ENGINES = """
 Two ranks on one H200, over MPS, dummy weights, b12x on channels. Over 500 steps, in
 which 16 requests come and go, each is compared with the same engine on NCCL: the same
 tokens in the same steps, so that drafts were accepted alike (some were, of every kind);
-graphs of exactly these owners replayed, in nearly all steps; a table of exactly their
-channels and the eager lane. Drafts also give the tokens of the engine without a draft.
-An encoder's graphs take every image.
+graphs of exactly these owners replayed, in nearly all steps (an encoder's, with every
+image); a table of exactly their channels and the eager lane. Drafts also give the
+tokens of the engine without a draft. That owners are apart is shown by what was
+recorded on each channel, and by replays at once in test_b12x_fused_all_reduce.py, not
+by tokens.
 
 What ran was seen on 2026-12-03 and is written down by hand, in `RAN` of
-tests/v1/owner_table.py; runs that left a receipt are in [verified.md](verified.md).
+tests/v1/owner_table.py; runs that left a receipt are in [verified.md](verified.md). The
+tests have since been made to ask also that pieces are pieces, and that prompts differ
+in their tokens: not run.
 """
 
 _COMBINATIONS = """
@@ -385,7 +411,7 @@ def document() -> str:
             _table(("engine", "owners", "ran", "test"), *engines()),
             _COMBINATIONS,
             "\n",
-            _table(("runner", "speculator", *MODES), *combinations()),
+            _table(("runner", "speculator", "recorders", *MODES), *combinations()),
             "\n",
             _REASONS,
             _MISSING,

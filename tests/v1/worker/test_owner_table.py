@@ -5,6 +5,9 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from tests.v1 import owner_table
 from vllm.config.compilation import CUDAGraphMode
@@ -51,19 +54,34 @@ def test_every_owner_has_an_engine():  # R-A3
     assert set(Owner) - seen == {Owner.CONTEXT_KV}
 
 
-def test_what_ran_is_of_engines_there_are():
-    assert {name for name, *_ in owner_table.engines()} >= owner_table.RAN
+def test_every_engine_ran():
+    assert {name for name, *_ in owner_table.engines()} == owner_table.RAN
 
 
 def test_every_engine_without_an_encoder_has_its_cell():
     cells = {
-        (runner, name, mode)
-        for runner, name, *ran in owner_table.combinations()
+        f"{runner}, {mode}" if name == "no draft" else f"{runner}, {name}, {mode}"
+        for runner, name, _, *ran in owner_table.combinations()
         for mode, where in zip(owner_table.MODES, ran, strict=True)
         if where == "**GPU**"
     }
-    engines = {name for name in owner_table.RAN if "encoder" not in name}
-    assert len(cells) == len(engines)
+    assert cells == {name for name in owner_table.RAN if "encoder" not in name}
+
+
+def test_where_another_mode_is_the_reason_one_ran():
+    for runner, name, _, *ran in owner_table.combinations():
+        assert owner_table.SAME not in ran or "**GPU**" in ran, (runner, name)
+
+
+def test_v2_refuses_a_draft_model():
+    method = SimpleNamespace(
+        method="draft_model",
+        use_gemma4_mtp=lambda: False,
+        use_multi_module_mtp=lambda: False,
+        use_eagle=lambda: False,
+    )
+    with pytest.raises(NotImplementedError, match="draft_model"):
+        init_speculator(SimpleNamespace(speculative_config=method), None)
 
 
 def test_every_v1_speculator_has_a_row():

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of whole engines can fail: on answers made up by hand."""
+
+import pytest
+
+from tests.engines import Answer, Decoded
+from tests.v1.owner_engines import EAGER, STEPS, TARGET, WORK, see_the_same
+
+PROFILE = TARGET.replace("production", "profile")
+AGAIN = f"{TARGET}:2"
+DRAFT = TARGET.replace("target", "draft")
+ON_NCCL = {"recorded": {}, "tables": []}
+
+
+def _answer(tables, *, mode="FULL_DECODE_ONLY", drafted=0, **changes):
+    pieces = mode == "PIECEWISE"
+    tokens = [[n] * length for n, length in enumerate(WORK.lengths)]
+    made = {
+        "tokens": tokens,
+        "leads": [],
+        "arrived": [[1 + drafted] * STEPS],
+        "steps": STEPS,
+        "replayed": {TARGET: STEPS if pieces else STEPS - 13},
+        "captured": {TARGET: 20 if pieces else 5},
+        "recorded": {"b12x": {TARGET: 35}},
+        "tables": [f"  {EAGER}  eager\n  {TARGET}  target\n"] * tables,
+        **changes,
+    }
+    decoded = Decoded(*(made.pop(field) for field in Decoded._fields))
+    return Answer(decoded=decoded, log=[], report=None, **made)
+
+
+def _see(mode="FULL_DECODE_ONLY", **changes):
+    """Both engines alike, but for what NCCL never has."""
+    b12x = [_answer(n, mode=mode, **changes) for n in (1, 0)]
+    nccl = [_answer(0, mode=mode, **changes | ON_NCCL) for _ in range(2)]
+    see_the_same(b12x, nccl, ["target"], mode)
+
+
+@pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
+def test_a_right_engine_passes(mode):
+    _see(mode)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [[7] * length for length in WORK.lengths]},
+        {"steps": STEPS - 1},
+        {"replayed": {}},
+        {"replayed": {TARGET: 400}},
+        {"replayed": {TARGET: STEPS, DRAFT: STEPS}},
+        {"captured": {TARGET: 20}},
+        {"recorded": {"b12x": {TARGET: 35, DRAFT: 1}}},
+        {"recorded": {"b12x": {}}},
+        {"tables": [f"  {EAGER}  eager\n"]},
+        {"tables": [f"  {EAGER}  eager\n  {TARGET}  target\n  {PROFILE}  target\n"]},
+        {"tables": [f"  {EAGER}  eager\n  {TARGET}  target\n  {AGAIN}  target\n"]},
+    ],
+    ids=str,
+)
+def test_a_wrong_engine_does_not(changes):  # R-F1
+    with pytest.raises(AssertionError):
+        _see(**changes)
+
+
+def test_pieces_that_are_whole_graphs_do_not():
+    with pytest.raises(AssertionError):
+        _see("PIECEWISE", captured={TARGET: 5})
+    with pytest.raises(AssertionError):
+        _see("PIECEWISE", replayed={TARGET: STEPS - 12})
+
+
+def test_a_draft_that_is_accepted_otherwise_does_not():
+    b12x = [_answer(1, drafted=1), _answer(0, drafted=1)]
+    nccl = [_answer(0, **ON_NCCL) for _ in range(2)]
+    with pytest.raises(AssertionError):
+        see_the_same(b12x, nccl, ["target"], "FULL_DECODE_ONLY")
