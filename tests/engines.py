@@ -10,14 +10,12 @@ graphs break at attention only if their switch is set before.
 
 import json
 import logging
-import multiprocessing
 import os
 import re
 import socket
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
@@ -213,11 +211,9 @@ def generate(
                 VLLM_ENABLE_V1_MULTIPROCESSING="0",
                 **environment,
             )
-            fresh = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-            # nobody waits for its end: it ends with the rank's process group
-            return fresh.submit(
-                _answer, rank, world, files, watch, work, options
-            ).result()
+            given = rank, world, files, watch, work, options
+            answer: Answer = ranks.in_fresh_process(_answer, *given)
+            return answer
 
         return ranks.values(world, body, deadline)
 

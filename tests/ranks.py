@@ -14,6 +14,7 @@ included. No rank runs the parent's exit handlers.
 """
 
 import math
+import multiprocessing
 import os
 import pickle
 import selectors
@@ -24,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -123,7 +125,7 @@ def _start(rank: int, count: int, body: Body, path: str) -> tuple[int, int]:
             os.environ["VLLM_DIST_IDENT"] = f"test-{os.getpid()}"
             # a shell that runs tests in the background has SIGINT ignored
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            report, status = _call(rank, body, FileStore(path, count))
+            report, status = _call(body, rank, FileStore(path, count))
             with os.fdopen(writer, "wb") as pipe:
                 pipe.write(report)
             sys.stdout.flush()
@@ -135,10 +137,10 @@ def _start(rank: int, count: int, body: Body, path: str) -> tuple[int, int]:
     return pid, reader
 
 
-def _call(rank: int, body: Body, store: Store) -> tuple[bytes, int]:
+def _call(function: Callable[..., Any], *given: Any) -> tuple[bytes, int]:
     """The pickled (value, error) of one call, and the exit status to end with."""
     try:
-        return pickle.dumps((body(rank, store), None)), 0
+        return pickle.dumps((function(*given), None)), 0
     except BaseException as error:  # also what ends a process; it is the outcome
         error.add_note(traceback.format_exc())
         try:
@@ -147,6 +149,43 @@ def _call(rank: int, body: Body, store: Store) -> tuple[bytes, int]:
         except Exception:
             report = pickle.dumps((None, RuntimeError(traceback.format_exc())))
         return report, 1
+
+
+def in_fresh_process(function: Callable[..., Any], *given: Any) -> Any:
+    """Call a function in a process that has not imported what this one has.
+
+    For a rank whose environment must be there before vLLM is imported. The process
+    is in the rank's group and ends with it.
+
+    Args:
+        function: Of a module; it is looked up there.
+        given: What it is called with; pickled, as what it returns or raises is.
+
+    Raises:
+        BaseException: What it raised.
+        RuntimeError: The process ended before that.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    reader, writer = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_report, args=(writer, function, *given))
+    process.start()
+    writer.close()  # the other end is the process's alone
+    try:
+        value, error = pickle.loads(reader.recv_bytes())
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"{function.__name__} did not return: its process ended with "
+            f"{process.exitcode}"
+        ) from None
+    if error is not None:
+        raise error
+    return value
+
+
+def _report(pipe: Connection, function: Callable[..., Any], *given: Any) -> None:
+    report, _ = _call(function, *given)
+    pipe.send_bytes(report)
 
 
 def _read_all(pipes: list[int], deadline: float, patience: float) -> list[bytes | None]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What became of ranks is told so that the cause comes first."""
 
+import importlib
 import os
+import sys
 import time
 
 import pytest
@@ -57,3 +59,37 @@ def test_a_rank_that_ends_without_returning_is_no_value():
     returned, ended = ranks.run(2, body, DEADLINE)
     assert (returned.returned, ended.returned) == (True, False)
     assert returned.value is ended.value is None
+
+
+def _imported(module):
+    return os.environ.get("SET_BEFORE"), module in sys.modules
+
+
+def _killed():
+    os._exit(3)
+
+
+def _failing(cause):
+    raise ValueError(cause)
+
+
+def test_a_fresh_process_has_the_environment_and_not_the_imports():
+    def body(rank, store):
+        os.environ["SET_BEFORE"] = str(rank)
+        return ranks.in_fresh_process(_imported, "vllm.distributed.parallel_state")
+
+    before = set(os.listdir("/dev/shm"))
+    importlib.import_module("vllm.distributed.parallel_state")
+    assert ranks.values(2, body, DEADLINE) == [("0", False), ("1", False)]
+    left = set(os.listdir("/dev/shm")) - before
+    assert not {name for name in left if name.startswith("sem.")}
+
+
+def test_what_a_fresh_process_raises_is_raised():
+    with pytest.raises(ValueError, match="the cause"):
+        ranks.values(1, lambda *_: ranks.in_fresh_process(_failing, "the cause"), 60)
+
+
+def test_a_fresh_process_that_ends_is_told():
+    with pytest.raises(RuntimeError, match="_killed did not return: .* with 3"):
+        ranks.values(1, lambda *_: ranks.in_fresh_process(_killed), DEADLINE)

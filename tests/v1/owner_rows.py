@@ -126,13 +126,21 @@ def _target(environment, mode, compilation=_UNCOMPILED, **more):
     return Row(environment, compilation, owners, TARGET, None, more)
 
 
-def _draft(environment, mode, owners, method, model=None, target=TARGET, compiled=0):
+def _draft(
+    environment,
+    mode,
+    owners,
+    method,
+    model=None,
+    target=TARGET,
+    compilation=_UNCOMPILED,
+):
     draft = {"method": method, "num_speculative_tokens": DRAFTED}
     if model is not None:
         draft["model"] = model
     return Row(
         environment | _EXACT,
-        (_COMPILED if compiled else _UNCOMPILED) | {"cudagraph_mode": mode},
+        compilation | {"cudagraph_mode": mode},
         frozenset(["target", *owners]),
         target,
         draft,
@@ -159,7 +167,7 @@ V1_DRAFTS = {
         V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT
     ),
     "V1, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
-        V1, "FULL_AND_PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT, compiled=1
+        V1, "FULL_AND_PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT, compilation=_COMPILED
     ),
     "V1, EAGLE3, breakable PIECEWISE": _draft(
         V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle3", EAGLE3
@@ -184,7 +192,12 @@ V2_DRAFTS = {
         V2 | BREAKABLE, "PIECEWISE", ("draft_prefill",), "eagle", _DRAFT
     ),
     "V2, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
-        V2, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle", _DRAFT, compiled=1
+        V2,
+        "FULL_AND_PIECEWISE",
+        _AUTOREGRESSIVE,
+        "eagle",
+        _DRAFT,
+        compilation=_COMPILED,
     ),
     "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _draft(
         V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3

@@ -186,7 +186,8 @@ managers that have no sizes. Engines, on a GPU; where none ran:
   a prefill's, with PIECEWISE graphs alone.
 - *d*: its proposals are captured by nobody; the target is as without a draft.
 - *e*: a V1 draft has piecewise graphs or none, and has none here: its scope opens all
-  the same, with a channel that no graph uses.
+  the same, with a channel that no graph uses. (Gemma4 has graphs that choose tokens,
+  captured as it loads, in no scope: they hold no collective.)
 - *f*: vLLM 0.28.0's V2 runner refuses it.
 """
 

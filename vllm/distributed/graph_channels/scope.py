@@ -115,8 +115,9 @@ class owner_scope:  # noqa: N801 (used as a function is)
         owner: Who captures, or warms up to capture, inside.
 
     Raises:
-        ValueError: On entry. It is the target, whose scope others are inside of, or
-            another has had this name within the outer scope.
+        ValueError: On entry, without a word to other ranks, which run the same code.
+            It is the target, whose scope others are inside of, or another method
+            has had this name within the outer scope.
     """
 
     def __init__(self, owner: Owner) -> None:
@@ -128,7 +129,8 @@ class owner_scope:  # noqa: N801 (used as a function is)
 
         @wraps(method)
         def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _inner_scope(self._owner, method.__qualname__):
+            who = f"{method.__module__}.{method.__qualname__}"
+            with _inner_scope(self._owner, who):
                 return method(*args, **kwargs)
 
         return scoped
