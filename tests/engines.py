@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from PIL.Image import Image
 
 from tests import gpus, ranks
+from tests.proposals import Proposals
 from tests.replays import Replays
 
 _DENSE = {
@@ -122,6 +123,7 @@ class Decoded(NamedTuple):
         arrived: By prompt: how many tokens came at once, in turn.
         steps: How many steps it took.
         replayed: By channel: in how many of them graphs of it were replayed.
+        proposed: By step, by request in the batch: the tokens that a draft proposed.
     """
 
     tokens: list[list[int]]
@@ -129,6 +131,7 @@ class Decoded(NamedTuple):
     arrived: list[list[int]]
     steps: int
     replayed: dict[str, int]
+    proposed: list[list[list[int]]]
 
     @property
     def accepted(self) -> int:
@@ -251,7 +254,7 @@ def _answer(
                 **_with_draft_written(options, folder),
             },
         )
-        answers = decoded(engine.llm_engine, work, replays)
+        answers = decoded(engine.llm_engine, work, replays, Proposals(engine))
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     answer = Answer(
@@ -319,8 +322,13 @@ def _with_draft_written(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return options | {"speculative_config": {**draft, "model": model}}
 
 
-def decoded(engine: Any, work: Work, replays: Replays | None = None) -> Decoded:
-    """What an engine makes of its work; replays are counted if they are noted."""
+def decoded(
+    engine: Any,
+    work: Work,
+    replays: Replays | None = None,
+    proposals: Proposals | None = None,
+) -> Decoded:
+    """What an engine makes of its work; what is to be noted beside it is given."""
     from vllm import SamplingParams
 
     requests = work.requests()
@@ -351,7 +359,8 @@ def decoded(engine: Any, work: Work, replays: Replays | None = None) -> Decoded:
         if replays is not None:
             replayed.update(replays.take())
         steps += 1
-    return Decoded(tokens, leads, arrived, steps, dict(replayed))
+    proposed = [] if proposals is None else proposals.take()
+    return Decoded(tokens, leads, arrived, steps, dict(replayed), proposed)
 
 
 def _lead(candidates: Mapping[int, Any]) -> float:

@@ -29,6 +29,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     runs.add_argument("--out", type=Path, default=Path("build/test-gpu"))
     runs.add_argument("--deadline", type=float, default=300, help="seconds a test")
+    runs.add_argument(
+        "--at-once",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="files beside each other, which tests that profile memory cannot bear; "
+        "on one GPU over MPS",
+    )
     runs.set_defaults(command=_run)
     checks = commands.add_parser("check", help="are these files receipts")
     checks.add_argument("receipts", type=Path, nargs="+")
@@ -62,12 +70,21 @@ def _run(given: argparse.Namespace) -> int:
             gpus.used_bytes,
             required_gpus=required,
             deadline=given.deadline,
+            at_once=given.at_once,
         )
     given.out.mkdir(parents=True, exist_ok=True)
     receipt.write(made, given.out / "receipt.json")
     junit.write(made, given.out / "junit.xml")
     print(f"{summary(made)}\n{given.out / 'receipt.json'}")
     return 0 if made.green else 1
+
+
+def _positive(said: str) -> int:
+    if not said.isdigit() or not int(said):
+        raise argparse.ArgumentTypeError(
+            f"{said!r} is not a number of files, such as 4"
+        )
+    return int(said)
 
 
 def _required() -> int:

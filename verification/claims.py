@@ -14,6 +14,7 @@ from verification.receipt import Gpu, Machine, Outcome, Receipt
 _ALL_REDUCE = "tests/distributed/test_b12x_fused_all_reduce.py::*"
 _DCP = "tests/distributed/test_b12x_dcp_a2a.py::*"
 _ENGINES = "tests/v1/distributed/test_b12x_engines.py::*"
+_WRONG_SUMS = "tests/v1/distributed/test_b12x_wrong_sums.py::*"
 _PROFILING = "tests/v1/worker/test_profiling_on_gpus.py::"
 
 
@@ -31,7 +32,10 @@ CLAIMS = (
     Claim(
         "a DCP engine gives NCCL's tokens", ("tests/distributed/test_dcp_engine.py::*",)
     ),
-    Claim("engines of both runners give NCCL's tokens", (_ENGINES,)),
+    Claim(
+        "engines of both runners give NCCL's tokens, and others when sums are wrong",
+        (_ENGINES, _WRONG_SUMS),
+    ),
     Claim(
         "each kind of draft, and an encoder, has its channel in an engine",
         (
@@ -39,6 +43,14 @@ CLAIMS = (
             "tests/v1/distributed/test_b12x_v2_drafts.py::*",
             "tests/v1/distributed/test_b12x_encoder.py::*",
         ),
+    ),
+    Claim(
+        "engines sleep and wake, and reduce as before",
+        ("tests/v1/distributed/test_b12x_sleep.py::*",),
+    ),
+    Claim(
+        "engines on vLLM's own all-reduce give NCCL's tokens",
+        ("tests/v1/distributed/test_custom_allreduce_engine.py::*",),
     ),
     Claim(
         "profiling leaves nothing, over 20 rounds",

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs files of GPU tests one after another, and looks at what each leaves."""
+"""Runs files of GPU tests, and looks at what each leaves."""
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,6 +20,7 @@ def run(
     *,
     required_gpus: int = 0,
     deadline: float = 300.0,
+    at_once: int = 1,
 ) -> Receipt:
     """Run files of tests.
 
@@ -28,6 +31,8 @@ def run(
         used_bytes: Memory in use on each GPU.
         required_gpus: How many GPUs there must be; with fewer nothing is run.
         deadline: Seconds that a test may take.
+        at_once: How many files run beside each other. Memory that is not back when
+            all of those have ended is said to be left by each.
 
     Returns:
         The receipt, whether all was well or not; after Ctrl-C, with what had run.
@@ -38,25 +43,58 @@ def run(
     unrun = ""
     if len(machine.gpus) < required_gpus:
         unrun = f"{required_gpus} GPUs are required, {len(machine.gpus)} found"
-    for file in files:
+    stop = threading.Event()
+    for first in range(0, len(files), at_once):
+        several = files[first : first + at_once]
         if unrun:
-            tests.append(Test(file, Outcome.NOT_RUN, 0.0, unrun))
+            tests += [Test(file, Outcome.NOT_RUN, 0.0, unrun) for file in several]
             continue
-        marked, before = leftovers.Marked(), used_bytes()
-        try:
-            tests += session.run_file(file, marked, deadline)
-            processes = leftovers.await_end(marked)
-            gpu_bytes = leftovers.await_memory(used_bytes, before)
+        before = used_bytes()
+        results = _together(several, deadline, stop)
+        gpu_bytes = _not_back(used_bytes, before, stop)
+        for file, (ended, processes) in zip(several, results, strict=True):
+            tests += ended
             if processes or gpu_bytes:
                 leaks.append(Leak(file, processes, gpu_bytes))
-        except session.Interrupted as stopped:
-            tests += stopped.tests
-            unrun = session.INTERRUPTED
-        except KeyboardInterrupt:  # its tests had all ended
-            marked.kill()
+        if stop.is_set():
             unrun = session.INTERRUPTED
     digest = tree_digest(root)
     return Receipt(started, digest, machine, required_gpus, tests, leaks)
+
+
+def _together(
+    files: Sequence[str], deadline: float, stop: threading.Event
+) -> list[tuple[list[Test], list[str]]]:
+    """Run files at once: of each the tests, and the processes that it left."""
+
+    def run_one(file: str) -> tuple[list[Test], list[str]]:
+        marked = leftovers.Marked()
+        tests = session.run_file(file, marked, deadline, stop)
+        if stop.is_set():
+            marked.kill()
+            return tests, []
+        return tests, leftovers.await_end(marked)
+
+    with ThreadPoolExecutor(len(files)) as threads:
+        running = [threads.submit(run_one, file) for file in files]
+        try:
+            wait(running)
+        except KeyboardInterrupt:
+            stop.set()
+        return [one.result() for one in running]
+
+
+def _not_back(
+    used_bytes: Callable[[], list[int]], before: list[int], stop: threading.Event
+) -> list[int]:
+    """Bytes a GPU that files left; none are looked for where the run is stopped."""
+    if stop.is_set():
+        return []
+    try:
+        return leftovers.await_memory(used_bytes, before)
+    except KeyboardInterrupt:
+        stop.set()
+        return []
 
 
 def summary(receipt: Receipt) -> str:

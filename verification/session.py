@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,38 +63,29 @@ class _Progress:
         return [id for id in self.collected or [] if id not in self.ended]
 
 
-class Interrupted(Exception):
-    """Somebody stopped a file's run; ``tests`` are those of the file, run or not."""
-
-    def __init__(self, tests: list[Test]) -> None:
-        super().__init__(INTERRUPTED)
-        self.tests = tests
-
-
-def run_file(file: str, marked: Marked, deadline: float) -> list[Test]:
+def run_file(
+    file: str, marked: Marked, deadline: float, stop: threading.Event
+) -> list[Test]:
     """Run the tests of a file, each under a deadline in seconds.
 
-    What pytest says goes to stdout.
+    What pytest says goes to stdout. Several threads may run a file each.
 
     Args:
         file: As pytest takes it.
         marked: What the processes are known by.
         deadline: Longest time that a test, or its set-up or teardown, may take.
+        stop: Ends the run when it is set; no process of it is left.
 
     Returns:
-        Every test of the file. If it could not be collected: one that failed, with
-        the file for an id.
-
-    Raises:
-        Interrupted: By Ctrl-C; no process of the run is left.
+        Every test of the file, run or not. If it could not be collected: one that
+        failed, with the file for an id.
     """
     results: dict[str, Test] = {}
     while True:
         progress = _Progress()
-        try:
-            hung, said = _run_pytest(file, marked, deadline, list(results), progress)
-        except KeyboardInterrupt as error:
-            raise Interrupted(_interrupted(file, progress, results)) from error
+        hung, said = _run_pytest(file, marked, deadline, list(results), progress, stop)
+        if stop.is_set():
+            return _interrupted(file, progress, results)
         results |= progress.ended
         waiting = progress.waiting()
         if not (hung and waiting):
@@ -129,7 +121,12 @@ def _whole(
 
 
 def _run_pytest(
-    file: str, marked: Marked, deadline: float, done: list[str], progress: _Progress
+    file: str,
+    marked: Marked,
+    deadline: float,
+    done: list[str],
+    progress: _Progress,
+    stop: threading.Event,
 ) -> tuple[bool, str]:
     """Run what is not done yet, with progress: whether it hung, its last line."""
     with TemporaryDirectory() as folder:
@@ -152,10 +149,7 @@ def _run_pytest(
                 start_new_session=True,
             )
             try:
-                hung = _watch(pytest, lines, said, progress, deadline)
-            except KeyboardInterrupt:
-                _learn(lines, said, progress)
-                raise
+                hung = _watch(pytest, lines, said, progress, deadline, stop)
             finally:
                 if pytest.poll() is None:
                     marked.kill()
@@ -176,11 +170,12 @@ def _watch(
     said: IO[str],
     progress: _Progress,
     deadline: float,
+    stop: threading.Event,
 ) -> bool:
-    """Follow a pytest, which is heard, until it ends or hangs: whether it hangs."""
+    """Follow a pytest, which is heard, until it ends or has to: whether it hangs."""
     heard = time.monotonic()
     while True:
-        ended = pytest.poll() is not None
+        ended = stop.is_set() or pytest.poll() is not None
         if _learn(lines, said, progress):
             heard = time.monotonic()
         if ended:

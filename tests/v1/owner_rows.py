@@ -75,6 +75,8 @@ DSPARK = _QWEN | {
 
 DRAFTED = 2  # tokens a step
 
+_TRITON = {"attention_backend": "TRITON_ATTN"}
+
 SIZES = [1, 2, 4, 8, 12]  # of batches that have graphs
 _GRAPHS = {"custom_ops": ["none"], "cudagraph_capture_sizes": SIZES}
 _UNCOMPILED = _GRAPHS | {"mode": 0}
@@ -106,24 +108,24 @@ class Row:
 
     def engine(self) -> dict[str, Any]:
         """The options of its engine, with the draft if there is one."""
-        options = self.undrafted()
+        options = {**self.more, "compilation_config": self.compilation}
         if self.speculative is not None:
             options["speculative_config"] = self.speculative
         return options
 
-    def undrafted(self) -> dict[str, Any]:
-        """The options of the engine without a draft."""
+    def plain(self) -> dict[str, Any]:
+        """The options of the engine with neither a draft nor graphs."""
         return {
-            "attention_backend": "TRITON_ATTN",
-            "compilation_config": self.compilation,
             **self.more,
+            "compilation_config": {"custom_ops": ["none"]},
+            "enforce_eager": True,
         }
 
 
 def _target(environment, mode, compilation=_UNCOMPILED, **more):
     compilation = compilation | {"cudagraph_mode": mode}
     owners = frozenset(["target"])
-    return Row(environment, compilation, owners, TARGET, None, more)
+    return Row(environment, compilation, owners, TARGET, None, _TRITON | more)
 
 
 def _draft(
@@ -144,7 +146,7 @@ def _draft(
         frozenset(["target", *owners]),
         target,
         draft,
-        {"dtype": "float32"},
+        _TRITON | {"dtype": "float32"},
     )
 
 

@@ -131,6 +131,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert f"no such test file: {some}" in capsys.readouterr().err
     assert command.main(["run"]) == 2
     assert "REQUIRE_GPUS is 'two'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["run", "--at-once", "0"])
+    assert "'0' is not a number of files" in capsys.readouterr().err
 
 
 class Nvml:

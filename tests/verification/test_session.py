@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 import textwrap
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,10 @@ def written(tmp_path, monkeypatch):
     return write
 
 
+def run_file(file, deadline, marked=None):
+    return session.run_file(file, marked or Marked(), deadline, threading.Event())
+
+
 def outcomes(tests):
     return {test.id.partition("::")[2]: test.outcome for test in tests}
 
@@ -49,7 +54,7 @@ def test_each_test_ends_in_its_own_way(written):
         def broken(): raise RuntimeError("no set-up")
         def test_without(broken): pass
     """)
-    tests = session.run_file(file, Marked(), 20)
+    tests = run_file(file, 20)
     assert outcomes(tests) == {
         "test_good": Outcome.PASSED,
         "test_some[2]": Outcome.PASSED,
@@ -73,7 +78,7 @@ def test_a_hanging_test_is_named_and_the_rest_still_runs(written):
         def test_after(): pass
     """)
     marked, began = Marked(), time.monotonic()
-    tests = session.run_file(file, marked, 8)  # a busy machine starts slowly
+    tests = run_file(file, 8, marked)  # a busy machine starts slowly
     assert outcomes(tests) == {
         "test_before": Outcome.PASSED,
         "test_deaf": Outcome.HUNG,
@@ -90,7 +95,7 @@ def test_a_crash_is_a_failure_and_names_what_was_not_run(written):
         def test_crash(): os._exit(3)
         def test_after(): pass
     """)
-    tests = session.run_file(file, Marked(), 20)
+    tests = run_file(file, 20)
     assert outcomes(tests) == {
         "test_before": Outcome.PASSED,
         "test_crash": Outcome.NOT_RUN,
@@ -101,7 +106,7 @@ def test_a_crash_is_a_failure_and_names_what_was_not_run(written):
 
 @pytest.mark.parametrize("body", ["import nowhere_to_be_found", "x = 1"])
 def test_a_file_without_tests_has_failed(written, body):
-    (failed,) = session.run_file(written(body), Marked(), 20)
+    (failed,) = run_file(written(body), 20)
     assert failed.id == "test_toy.py" and failed.outcome is Outcome.FAILED
     assert failed.reason
 
@@ -131,6 +136,35 @@ def test_what_a_test_leaves_is_found_killed_and_named(written):
     )
 
 
+def test_files_run_at_once_and_share_what_is_lost(written):
+    # each waits for the other's sign
+    for name, other in ("one", "two"), ("two", "one"):
+        Path(f"test_{name}.py").write_text(
+            textwrap.dedent(f"""
+                import pathlib, time
+                def test_{name}():
+                    pathlib.Path("{name}").touch()
+                    end = time.monotonic() + 60
+                    while not pathlib.Path("{other}").exists():
+                        assert time.monotonic() < end
+                        time.sleep(0.1)
+            """)
+        )
+    files = ["test_one.py", "test_two.py", written("def test_alone(): pass")]
+    used = iter([[0], *[[65 << 20]] * 10_000])
+    made = run(
+        Path(), files, Machine([], {}), lambda: next(used), deadline=90, at_once=2
+    )
+    assert outcomes(made.tests) == {
+        "test_one": Outcome.PASSED,
+        "test_two": Outcome.PASSED,
+        "test_alone": Outcome.PASSED,
+    }
+    assert [(leak.file, leak.gpu_bytes) for leak in made.leaks] == [
+        (file, [65 << 20]) for file in files[:2]
+    ]
+
+
 def test_memory_that_comes_back_late_is_none_that_is_lost():
     used = iter([[70 << 20], [70 << 20], [1 << 20], [1 << 20]])
     assert await_memory(lambda: next(used), [0], 5) == []
@@ -155,7 +189,13 @@ def test_a_run_that_is_stopped_leaves_no_process_and_a_receipt(written, monkeypa
         def test_after(): pass
     """)
     Path("test_next.py").write_text("def test_never(): pass")
-    files = [str(Path(name).absolute()) for name in (file, "test_next.py")]
+    beside = """
+        import time
+        def test_beside(): time.sleep(999)
+    """
+    Path("test_beside.py").write_text(textwrap.dedent(beside))
+    names = (file, "test_beside.py", "test_next.py")
+    files = [str(Path(name).absolute()) for name in names]
 
     @contextmanager
     def opened():
@@ -167,15 +207,15 @@ def test_a_run_that_is_stopped_leaves_no_process_and_a_receipt(written, monkeypa
     monkeypatch.setattr(command, "described", lambda gpus: Machine([], {}))
     out, before = Path().absolute() / "out", signal.getsignal(signal.SIGTERM)
     try:
-        assert command.main(["run", *files, "--out", str(out)]) == 1
+        assert command.main(["run", *files, "--at-once=2", "--out", str(out)]) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
     found = receipt.read(out / "receipt.json")
     assert [(test.outcome, test.reason) for test in found.tests] == [
         (Outcome.PASSED, ""),
-        *[(Outcome.NOT_RUN, session.INTERRUPTED)] * 3,
+        *[(Outcome.NOT_RUN, session.INTERRUPTED)] * 4,
     ]
-    assert found.tests[-1].id == files[1]
+    assert found.tests[-1].id == files[-1]
     assert marked.alive() == [] and found.leaks == []
 
 
@@ -200,7 +240,7 @@ def test_cuda_counts_gpus_as_the_receipt_does(written):
         import os
         def test_order(): assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     """)
-    tests = session.run_file(file, Marked(), 20)
+    tests = run_file(file, 20)
     assert outcomes(tests) == {"test_order": Outcome.PASSED}
 
 

@@ -13,15 +13,16 @@ RIGHT = f"  {EAGER}  eager\n  {TARGET}  target\n"
 ON_NCCL = {"recorded": {}, "table": None}
 
 
-def _answer(table=None, *, mode="FULL_DECODE_ONLY", drafted=0, **changes):
+def _answer(table=None, *, mode="FULL_DECODE_ONLY", **changes):
     pieces = mode == "PIECEWISE"
     tokens = [[n] * length for n, length in enumerate(WORK.lengths)]
     made = {
         "tokens": tokens,
         "leads": [],
-        "arrived": [[1 + drafted] * STEPS],
+        "arrived": [[1] * STEPS],
         "steps": STEPS,
         "replayed": {TARGET: STEPS if pieces else STEPS - 13},
+        "proposed": [[[0]]] * STEPS,
         "captured": {TARGET: 20 if pieces else 5},
         "recorded": {"b12x": {TARGET: 35}},
         "tables": [] if table is None else [table],
@@ -73,8 +74,11 @@ def test_pieces_that_are_whole_graphs_do_not():
         _see("PIECEWISE", replayed={TARGET: STEPS - 12})
 
 
-def test_a_draft_that_is_accepted_otherwise_does_not():
-    b12x = [_answer(RIGHT, drafted=1), _answer(drafted=1)]
+@pytest.mark.parametrize(
+    "change", [{"arrived": [[2] * STEPS]}, {"proposed": [[[1]]] * STEPS}], ids=str
+)
+def test_a_draft_that_is_accepted_or_proposes_otherwise_does_not(change):
+    b12x = [_answer(RIGHT, **change), _answer(**change)]
     nccl = [_answer(**ON_NCCL)] * 2
     with pytest.raises(AssertionError):
         see_the_same(b12x, nccl, ["target"], "FULL_DECODE_ONLY")
