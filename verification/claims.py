@@ -40,7 +40,8 @@ CLAIMS = (
         "each kind of draft, and an encoder, has its channel in an engine",
         (
             "tests/v1/distributed/test_b12x_v1_drafts.py::*",
-            "tests/v1/distributed/test_b12x_v2_drafts.py::*",
+            "tests/v1/distributed/test_b12x_v2_autoregressive.py::*",
+            "tests/v1/distributed/test_b12x_v2_one_owner.py::*",
             "tests/v1/distributed/test_b12x_encoder.py::*",
         ),
     ),

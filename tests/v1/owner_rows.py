@@ -185,10 +185,10 @@ V1_DRAFTS = {
     ),
 }
 
-_AUTOREGRESSIVE = ("draft_prefill", "draft_decode")
-V2_DRAFTS = {
+_PREFILL_AND_DECODE = ("draft_prefill", "draft_decode")
+V2_AUTOREGRESSIVE = {
     "V2, EAGLE, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "eagle", _DRAFT
+        V2, "FULL_DECODE_ONLY", _PREFILL_AND_DECODE, "eagle", _DRAFT
     ),
     "V2, EAGLE, breakable PIECEWISE": _draft(
         V2 | BREAKABLE, "PIECEWISE", ("draft_prefill",), "eagle", _DRAFT
@@ -196,17 +196,19 @@ V2_DRAFTS = {
     "V2, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
         V2,
         "FULL_AND_PIECEWISE",
-        _AUTOREGRESSIVE,
+        _PREFILL_AND_DECODE,
         "eagle",
         _DRAFT,
         compilation=_COMPILED,
     ),
     "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _draft(
-        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "eagle3", EAGLE3
+        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _PREFILL_AND_DECODE, "eagle3", EAGLE3
     ),
     "V2, MTP, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "mtp", target=MIMO
+        V2, "FULL_DECODE_ONLY", _PREFILL_AND_DECODE, "mtp", target=MIMO
     ),
+}
+V2_ONE_OWNER = {
     "V2, multi-module MTP, FULL_DECODE_ONLY": _draft(
         V2, "FULL_DECODE_ONLY", ("multi_module_mtp",), "mtp", target=EXAONE
     ),
@@ -220,4 +222,4 @@ V2_DRAFTS = {
         V2, "FULL_DECODE_ONLY", ("dspark",), "dspark", DSPARK
     ),
 }
-ROWS = TARGETS | V1_DRAFTS | V2_DRAFTS
+ROWS = TARGETS | V1_DRAFTS | V2_AUTOREGRESSIVE | V2_ONE_OWNER

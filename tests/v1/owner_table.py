@@ -8,13 +8,22 @@ tests/v1/worker/test_owner_table.py holds the document to it, and it to the test
 from collections.abc import Iterable, Iterator, Sequence
 
 from tests.v1.distributed import test_b12x_encoder as encoder
-from tests.v1.owner_rows import ROWS, TARGETS, V1_DRAFTS, V2_DRAFTS
+from tests.v1.owner_rows import (
+    ROWS,
+    TARGETS,
+    V1_DRAFTS,
+    V2_AUTOREGRESSIVE,
+    V2_ONE_OWNER,
+)
 
 _WHERE = "tests/v1/distributed"
 _OF_NCCL = "test_an_engine_gives_the_tokens_of_nccl"
 TARGETS_TEST = f"{_WHERE}/test_b12x_engines.py::{_OF_NCCL}"
 V1_DRAFTS_TEST = f"{_WHERE}/test_b12x_v1_drafts.py::{_OF_NCCL}_and_of_no_draft"
-V2_DRAFTS_TEST = f"{_WHERE}/test_b12x_v2_drafts.py::{_OF_NCCL}_and_of_no_draft"
+V2_AUTOREGRESSIVE_TEST = (
+    f"{_WHERE}/test_b12x_v2_autoregressive.py::{_OF_NCCL}_and_of_no_draft"
+)
+V2_ONE_OWNER_TEST = f"{_WHERE}/test_b12x_v2_one_owner.py::{_OF_NCCL}_and_of_no_draft"
 ENCODER_TEST = f"{_WHERE}/test_b12x_encoder.py::{_OF_NCCL}"
 
 # What is captured by which of vLLM's methods, and the test that calls it.
@@ -380,7 +389,8 @@ def engines() -> Iterator[Sequence[str]]:
     for rows, test in (
         (TARGETS, TARGETS_TEST),
         (V1_DRAFTS, V1_DRAFTS_TEST),
-        (V2_DRAFTS, V2_DRAFTS_TEST),
+        (V2_AUTOREGRESSIVE, V2_AUTOREGRESSIVE_TEST),
+        (V2_ONE_OWNER, V2_ONE_OWNER_TEST),
     ):
         for name in rows:
             yield _engine(name, ROWS[name].owners, test)

@@ -12,13 +12,13 @@ import pytest
 from tests import gpus
 from tests.engines import unwatched
 from tests.v1.owner_engines import on_b12x, on_nccl, production
-from tests.v1.owner_rows import V2_DRAFTS
+from tests.v1.owner_rows import V2_AUTOREGRESSIVE
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
 from vllm.distributed.graph_channels.scope import active_channel
 
 pytestmark = gpus.needs_gpu
 
-ROW = V2_DRAFTS["V2, EAGLE, FULL_DECODE_ONLY"]
+ROW = V2_AUTOREGRESSIVE["V2, EAGLE, FULL_DECODE_ONLY"]
 
 
 def _wrong_in(owner):
