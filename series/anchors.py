@@ -111,17 +111,22 @@ def one_call(place: Place, callee: str) -> cst.Call:
     return found[0]
 
 
+def withs(place: Place) -> list[cst.With]:
+    """Every ``with`` statement inside a function."""
+    visitor = _Withs()
+    place.node.visit(visitor)
+    return visitor.found
+
+
 def one_with(place: Place, item: str) -> cst.With:
     """The only ``with`` statement of a function that enters a call of ``item``.
 
     Raises:
         SeriesError: No ``with`` enters it, or several do.
     """
-    withs = _Withs()
-    place.node.visit(withs)
     entered = [
         (code_of(part.item.func), statement)
-        for statement in withs.found
+        for statement in withs(place)
         for part in statement.items
         if isinstance(part.item, cst.Call)
     ]

@@ -15,6 +15,7 @@ from series.anchors import (
     one_if,
     one_statement,
     replace_inside,
+    withs,
 )
 from series.edit import already, docstring, returns, verb
 from series.errors import SeriesError
@@ -91,6 +92,31 @@ def insert_below(
         code: Whole statements, not indented.
     """
     return _insert_beside(module, function, statement, 1, code)
+
+
+@verb
+def enclose(
+    module: cst.Module, *, function: str, statement: str, context: str
+) -> cst.Module:
+    """Run a function's only simple statement of that kind in a ``with`` block.
+
+    Args:
+        module: The module to change.
+        function: Dotted name of the function.
+        statement: The statement, what it assigns to, or what it calls, as written.
+        context: The expression to enter.
+    """
+    place, _ = one_function(module, function)
+    block, at = one_statement(place, statement)
+    item = cst.WithItem(item=cst.parse_expression(context))
+    entered = [other.item for around in withs(place) for other in around.items]
+    if any(item.item.deep_equals(other) for other in entered):
+        raise already(f"{statement} in {context} in {function}", f"a `with {context}`")
+    line = cst.ensure_type(block.body[at], cst.SimpleStatementLine)
+    inside = cst.IndentedBlock(body=[line.with_changes(leading_lines=[])])
+    around = cst.With(items=[item], body=inside, leading_lines=line.leading_lines)
+    body = [*block.body[:at], around, *block.body[at + 1 :]]
+    return replace_inside(place, block, block.with_changes(body=body))
 
 
 @verb

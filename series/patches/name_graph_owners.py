@@ -18,6 +18,7 @@ from series.verbs import (
     add_decorator,
     add_import,
     add_parameter,
+    enclose,
     enter_context,
     extend_docstring,
     pass_argument,
@@ -30,6 +31,7 @@ ADDS = (
     "vllm/distributed/graph_channels/trace.py",
 )
 
+_SCOPE = "from vllm.distributed.graph_channels.scope import owner_scope"
 _IDENTITY = "from vllm.distributed.graph_channels.identity import "
 _PARAMETER = "channel_id: ChannelId | None = None"
 _FORWARD = "channel_id=channel_id"
@@ -88,6 +90,7 @@ these buffers are registered by address, graph by graph.""",
 _V1_RUNNER: dict[str, tuple[Edit, ...]] = {
     "vllm/v1/worker/gpu_model_runner.py": (
         _names("ChannelId", "Owner", "Phase"),
+        add_import(statement=_SCOPE),
         pass_argument(
             function="GPUModelRunner.profile_cudagraph_memory",
             call="graph_capture",
@@ -98,38 +101,42 @@ _V1_RUNNER: dict[str, tuple[Edit, ...]] = {
             call="graph_capture",
             argument="channel_id=ChannelId(Owner.TARGET, Phase.PRODUCTION)",
         ),
+        # Around the calls: on V2 the same manager has a scope of its own.
+        *(
+            enclose(
+                function=f"GPUModelRunner.{function}",
+                statement=f"{manager}.capture",
+                context=f"owner_scope(Owner.ENCODER, by={manager})",
+            )
+            for function, manager in (
+                ("profile_cudagraph_memory", "encoder_cudagraph_manager"),
+                ("capture_model", "self.encoder_cudagraph_manager"),
+            )
+        ),
     ),
 }
 
 
-def _inner_owner(owner: str, *functions: str) -> tuple[Edit, ...]:
-    """What makes a class's methods run in their owner's scope, if one is open.
+def _draft(cls: str) -> tuple[Edit, ...]:
+    """What makes a proposer's dummy runs a draft's, where a scope is open.
 
-    On the class and not around its callers: the runner calls a proposer's
-    `dummy_run` from several places, for captures and for dummy batches.
+    On the class and not around its callers: the runner calls it from several
+    places, for captures and for dummy batches.
     """
     return (
         _names("Owner"),
-        add_import(
-            statement="from vllm.distributed.graph_channels.scope import owner_scope"
-        ),
-        *(
-            add_decorator(function=function, decorator=f"owner_scope(Owner.{owner})")
-            for function in functions
+        add_import(statement=_SCOPE),
+        add_decorator(
+            function=f"{cls}.dummy_run", decorator="owner_scope(Owner.DRAFT)"
         ),
     )
 
 
-_V1_INNER_OWNERS: dict[str, tuple[Edit, ...]] = {
-    "vllm/v1/spec_decode/llm_base_proposer.py": _inner_owner(
-        "DRAFT", "SpecDecodeBaseProposer.dummy_run"
-    ),
-    "vllm/v1/spec_decode/dflash.py": _inner_owner("DRAFT", "DFlashProposer.dummy_run"),
-    "vllm/v1/spec_decode/extract_hidden_states.py": _inner_owner(
-        "DRAFT", "ExtractHiddenStatesProposer.dummy_run"
-    ),
-    "vllm/v1/worker/encoder_cudagraph.py": _inner_owner(
-        "ENCODER", "EncoderCudaGraphManager.capture"
+_V1_DRAFTS: dict[str, tuple[Edit, ...]] = {
+    "vllm/v1/spec_decode/llm_base_proposer.py": _draft("SpecDecodeBaseProposer"),
+    "vllm/v1/spec_decode/dflash.py": _draft("DFlashProposer"),
+    "vllm/v1/spec_decode/extract_hidden_states.py": _draft(
+        "ExtractHiddenStatesProposer"
     ),
 }
 
@@ -234,7 +241,7 @@ _V2_OWNERS: dict[str, tuple[Edit, ...]] = {
 EDITS: dict[str, tuple[Edit, ...]] = {
     **_COMMUNICATORS,
     **_V1_RUNNER,
-    **_V1_INNER_OWNERS,
+    **_V1_DRAFTS,
     **_V2_MANAGERS,
     **_V2_OWNERS,
 }

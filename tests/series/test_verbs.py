@@ -19,6 +19,7 @@ from series.verbs import (
     add_parameter,
     append_to,
     append_to_if,
+    enclose,
     enter_context,
     extend_docstring,
     insert_above,
@@ -365,6 +366,28 @@ HITS = {
                 scope(c),
             ):
                 yield
+        """,
+    ),
+    "a statement in a context": (
+        enclose(function="C.f", statement="self.m.go", context="scope(A, by=self.m)"),
+        """
+        class C:
+            def f(self):
+                if self.m:
+                    pool = 1
+                    # Why it goes.
+                    self.m.go(pool)
+                return 2
+        """,
+        """
+        class C:
+            def f(self):
+                if self.m:
+                    pool = 1
+                    # Why it goes.
+                    with scope(A, by=self.m):
+                        self.m.go(pool)
+                return 2
         """,
     ),
     "decorator, outside the others": (
@@ -726,6 +749,16 @@ REFUSALS = {
         enter_context(function="f", beside="one", context="scope()"),
         "def f():\n    with two():\n        pass\n",
         ["exactly one `with` that enters one in f", "closest: two"],
+    ),
+    "enclosed already": (
+        enclose(function="f", statement="go", context="scope()"),
+        "def f():\n    with scope():\n        go()\n",
+        ["a `with scope()` is there already"],
+    ),
+    "enclosed twice": (
+        enclose(function="f", statement="go", context="scope()"),
+        "def f():\n    go()\n    go()\n",
+        ["exactly one statement go in f", "2 of them, at lines 2, 3"],
     ),
     "entered in two": (
         enter_context(function="f", beside="one", context="scope()"),

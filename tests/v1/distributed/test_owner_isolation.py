@@ -6,6 +6,7 @@ own capture runs: on recorders, over the host transport and on b12x's pools, bot
 with two ranks.
 """
 
+from functools import partial
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,10 +22,16 @@ from vllm.distributed.graph_channels.scope import owner_scope
 from vllm.distributed.graph_channels.together import Refused
 from vllm.distributed.parallel_state import graph_capture
 from vllm.platforms import current_platform
+from vllm.v1.spec_decode.dflash import DFlashProposer
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    CudaGraphManager,
+    ModelCudaGraphManager,
+)
 from vllm.v1.worker.gpu.mm import encoder_runner
 from vllm.v1.worker.gpu.spec_decode.autoregressive import speculator as autoregressive
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -37,8 +44,7 @@ from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import (
 
 CPU = torch.device("cpu")
 TARGET = ChannelId(Owner.TARGET, Phase.PRODUCTION)
-TAKEN = "a second capture as vllm:{}:production"
-INSIDE = "what captures inside the target's scope is not the target"
+DRAFT = ChannelId(Owner.DRAFT, Phase.PRODUCTION)
 
 
 def _encoder_manager():
@@ -48,16 +54,19 @@ def _encoder_manager():
     return manager
 
 
-def v1_captures():
-    """As the V1 runner does: the inner owners in the target's scope."""
+def _v1_captures(runner):
+    """The V1 runner's own capture: a draft and an encoder in the target's scope."""
     proposer = proposer_of(EagleProposer, [])
-    with graph_capture(device=CPU, channel_id=TARGET):
+
+    def with_draft(*given, **named):
         for size in (4, 2):
             proposer.dummy_run(size, is_graph_capturing=True)
-        _encoder_manager().capture(graph_pool=None)
+
+    runner._capture_cudagraphs = with_draft
+    return runner.capture_model
 
 
-def v2_captures(speculator):
+def _v2_captures(speculator):
     """As the V2 runner does: each owner in a scope of its own."""
 
     def capture():
@@ -87,56 +96,67 @@ def _owner_becomes(cls, owner):
     return lambda patch: patch.setattr(cls, "graph_owner", owner)
 
 
-# What captures, the hook, and what is said of it.
-HOOKS = {
+def _encoder_becomes(owner):
+    return lambda patch: patch.setattr(
+        gpu_model_runner, "owner_scope", lambda _, by: owner_scope(owner, by)
+    )
+
+
+# The hook; the name that is then taken twice. V1's captures are of EAGLE.
+V1_HOOKS = {
     "V1, draft as target": (
-        v1_captures,
         _scope_becomes(SpecDecodeBaseProposer, "dummy_run", Owner.TARGET),
-        INSIDE,
+        "target",
     ),
-    "V1, encoder as target": (
-        v1_captures,
-        _scope_becomes(EncoderCudaGraphManager, "capture", Owner.TARGET),
-        INSIDE,
+    "V1, target as draft": (_name_becomes(gpu_model_runner, Owner.DRAFT), "draft"),
+    "V1, target as encoder": (
+        _name_becomes(gpu_model_runner, Owner.ENCODER),
+        "encoder",
     ),
-    "V1, encoder as draft": (
-        v1_captures,
-        _scope_becomes(EncoderCudaGraphManager, "capture", Owner.DRAFT),
-        TAKEN.format("draft"),
-    ),
+    "V1, encoder as target": (_encoder_becomes(Owner.TARGET), "target"),
+    "V1, encoder as draft": (_encoder_becomes(Owner.DRAFT), "draft"),
+}
+# Whose captures, the hook, and the name.
+V2_HOOKS = {
     "V2, encoder as target": (
-        v2_captures(EagleSpeculator),
+        EagleSpeculator,
         _name_becomes(encoder_runner, Owner.TARGET),
-        TAKEN.format("target"),
+        "target",
     ),
     "V2, draft decode as prefill": (
-        v2_captures(EagleSpeculator),
+        EagleSpeculator,
         _name_becomes(autoregressive, Owner.DRAFT_PREFILL),
-        TAKEN.format("draft_prefill"),
+        "draft_prefill",
     ),
     "V2, multi-module MTP as target": (
-        v2_captures(MultiModuleMTPSpeculator),
+        MultiModuleMTPSpeculator,
         _name_becomes(multi_module, Owner.TARGET),
-        TAKEN.format("target"),
+        "target",
     ),
     "V2, DFlash as target": (
-        v2_captures(DFlashSpeculator),
+        DFlashSpeculator,
         _owner_becomes(DFlashSpeculator, Owner.TARGET),
-        TAKEN.format("target"),
+        "target",
     ),
     "V2, DSpark as encoder": (
-        v2_captures(DSparkSpeculator),
+        DSparkSpeculator,
         _owner_becomes(DSparkSpeculator, Owner.ENCODER),
-        TAKEN.format("encoder"),
+        "encoder",
     ),
 }
 
 
-@pytest.fixture(params=HOOKS)
-def hook(request, communicator, no_forward_context, monkeypatch):
+@pytest.fixture(params=[*V1_HOOKS, *V2_HOOKS])
+def hook(request, v1_runner, no_forward_context, monkeypatch):
     """(what captures, what turns the hook on, what is said then)."""
     monkeypatch.setattr(current_platform, "graph_pool_handle", object, raising=False)
-    captures, install, said = HOOKS[request.param]
+    if request.param in V1_HOOKS:
+        captures = _v1_captures(v1_runner)
+        install, name = V1_HOOKS[request.param]
+    else:
+        speculator, install, name = V2_HOOKS[request.param]
+        captures = _v2_captures(speculator)
+    said = f"a second capture as vllm:{name}:production"
     return captures, lambda: install(monkeypatch), said
 
 
@@ -190,18 +210,62 @@ def test_on_b12x_pools(hook, make):  # R-A3 # C07
     assert all(said in refusal for refusal in on_two_ranks(make, body))
 
 
-def test_a_hook_on_one_rank_is_refused_on_both(
-    communicator, no_forward_context, monkeypatch
-):  # R-A3 # C06
-    monkeypatch.setattr(current_platform, "graph_pool_handle", object, raising=False)
-    captures, install, said = HOOKS["V2, draft decode as prefill"]
+def test_a_hook_on_one_rank_is_refused_on_both(hook):  # R-A3 # C06
+    captures, install, _ = hook
 
     def body(rank):
         parallel_state._LEDGER = rank.ledger
         if rank.rank == 1:
-            install(monkeypatch)
+            install()
         return _refusal(captures)
 
+    # the deadline is not waited for: they vote, each with its reason
     for refusal in on_ranks(2, body):
-        assert "rank 0: voted on 'capture on vllm:draft_decode" in refusal
-        assert said in refusal.partition("rank 1: ")[2]
+        assert "rank 0: voted on 'capture on vllm:" in refusal
+        assert "rank 1: " in refusal
+
+
+# Two owners by one class's code ------------------------------------------------
+
+
+def _manager():
+    manager = object.__new__(CudaGraphManager)
+    manager.device, manager.use_breakable_cg, manager._capture_descs = CPU, False, {}
+    return manager
+
+
+def _dummy_run(proposer):
+    return partial(proposer.dummy_run, 4, is_graph_capturing=True)
+
+
+def _capture(manager):
+    return partial(manager.capture, None, channel_id=DRAFT)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (EagleProposer, EagleProposer),
+        (EagleProposer, DraftModelProposer),
+        (EagleProposer, DFlashProposer),
+        (EagleProposer, CudaGraphManager),
+        (CudaGraphManager, EagleProposer),
+        (CudaGraphManager, CudaGraphManager),
+    ],
+)
+def test_another_object_of_the_name_is_refused(
+    first, second, channels, no_forward_context
+):  # R-A3
+    one, other = (
+        _capture(_manager())
+        if cls is CudaGraphManager
+        else _dummy_run(proposer_of(cls, []))
+        for cls in (first, second)
+    )
+    with graph_capture(device=CPU, channel_id=TARGET):
+        one()
+        refused = "second capture as vllm:draft:production"
+        with pytest.raises(Refused, match=refused):
+            other()
+        if first is not CudaGraphManager:
+            one()  # the same draft, for the next size

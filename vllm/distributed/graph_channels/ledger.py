@@ -153,8 +153,9 @@ class Ledger:
 
         The first entry of a channel is collective and ends when all ranks are
         in and their devices idle; later ones are not, and leaving never is.
-        Later ones stand in the outermost scope of the first: a name is one
-        owner's, whose graphs live on when that scope has ended.
+        Later ones stand in the outermost scope of the first, and are the same
+        claimant's: a name is one owner's, whose graphs live on when that scope has
+        ended.
 
         Raises:
             Refused: A rank passed no name though a transport is on, or a name
@@ -300,7 +301,9 @@ class Ledger:
         if not self._members:
             self.names_demanded_by = None
 
-    def admit(self, channel_id: ChannelId | None, members: ExitStack) -> None:
+    def admit(
+        self, channel_id: ChannelId | None, members: ExitStack, claimant: object
+    ) -> None:
         """Let every transport take part in a scope: see ``scope.Admission``."""
         if self._abandoned is not None:
             raise GroupClosed(f"no capture begins any more: {self._abandoned}")
@@ -312,10 +315,11 @@ class Ledger:
                 )
             return
         if self.names_demanded_by is not None or self._members:
-            self._refuse_on_all_ranks(self._taken.refusal(channel_id, members))
+            refusal = self._taken.refusal(channel_id, members, claimant)
+            self._refuse_on_all_ranks(refusal)
         for group in self._groups:
             self._admit_group(group, channel_id, members)
-        self._taken.take(channel_id, members)
+        self._taken.take(channel_id, members, claimant)
 
     def _refuse_on_all_ranks(self, reason: str | None) -> None:
         if reason is not None:

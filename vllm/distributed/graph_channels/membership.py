@@ -62,26 +62,35 @@ class Snapshot:
 class TakenNames:
     """Names under which graphs live, each by the outermost scope they were made in.
 
-    Two owners under one name would be in each other's buffers at replay.
+    Two owners under one name would be in each other's buffers at replay. Within that
+    scope one claimant may come again; after it, nobody.
     """
 
     def __init__(self) -> None:
         self._taken: dict[ChannelId, ExitStack] = {}
 
-    def take(self, channel_id: ChannelId, entering: ExitStack) -> None:
-        """Keep a name for what the scope that is being entered stands in."""
-        self._taken[channel_id] = _outermost(entering)
+    def take(
+        self, channel_id: ChannelId, entering: ExitStack, claimant: object
+    ) -> None:
+        """Keep a name for who enters, and for what the scope stands in."""
+        around = open_scopes()
+        self._taken[channel_id] = around[0].members if around else entering
+        if around:
+            around[0].claims[channel_id] = claimant
 
-    def refusal(self, channel_id: ChannelId, entering: ExitStack) -> str | None:
+    def refusal(
+        self, channel_id: ChannelId, entering: ExitStack, claimant: object
+    ) -> str | None:
         """Why a name cannot be entered here; None if it can."""
-        within_itself = any(scope.channel_id == channel_id for scope in open_scopes())
-        outermost = _outermost(entering)
-        if within_itself or self._taken.get(channel_id, outermost) is not outermost:
-            return (
-                f"a second capture as {channel_id}, whose first graphs live; another "
-                "owner needs a name of its own (see Owner), and the same owner's "
-                "recapture its generation: ChannelId(owner, phase, generation=2)"
-            )
+        around = open_scopes()
+        if around:
+            first = around[0].claims.get(channel_id, claimant)
+            within_itself = any(scope.channel_id == channel_id for scope in around)
+            if within_itself or first is not claimant:
+                return _second(channel_id, f" (by {_called(claimant)})")
+        outermost = around[0].members if around else entering
+        if self._taken.get(channel_id, outermost) is not outermost:
+            return _second(channel_id)
         return None
 
     def noted(self) -> Mapping[ChannelId, ExitStack]:
@@ -93,7 +102,18 @@ class TakenNames:
         self._taken = dict(noted)
 
 
-def _outermost(entering: ExitStack) -> ExitStack:
-    """What tells the outermost open scope, or the one that is about to be that."""
-    around = open_scopes()
-    return around[0].members if around else entering
+def _second(channel_id: ChannelId, by: str = "") -> str:
+    return (
+        f"a second capture as {channel_id}{by}, whose first graphs live; another "
+        "owner needs a name of its own (see Owner), and the same owner's recapture "
+        "its generation: ChannelId(owner, phase, generation=2)"
+    )
+
+
+def _called(claimant: object) -> str:
+    if isinstance(claimant, ExitStack):
+        return "another scope inside its own"
+    if isinstance(claimant, str):
+        return claimant
+    named = claimant if hasattr(claimant, "__qualname__") else type(claimant)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -17,8 +17,9 @@ from vllm.distributed.graph_channels.trace import span
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Admission = Callable[[ChannelId | None, ExitStack], None]
-"""Lets transports take part in a scope: enters each on the stack, or raises."""
+Admission = Callable[[ChannelId | None, ExitStack, object], None]
+"""Lets transports take part in a claimant's scope: enters each on the stack, or raises.
+"""
 
 
 class NoScopeError(RuntimeError):
@@ -33,13 +34,15 @@ class Scope:
         channel_id: The owner's channel; None if the caller named none.
         members: What was entered for it; a transport made later may join.
         admit: How transports take part in it, and in scopes inside it.
-        inner: Which method has taken each owner's name inside it.
+        claimant: Whose graphs are captured in it.
+        claims: Of an outermost scope: who has taken each name inside it.
     """
 
     channel_id: ChannelId | None
     members: ExitStack
     admit: Admission
-    inner: dict[Owner, str] = field(default_factory=dict)
+    claimant: object
+    claims: dict[ChannelId, object] = field(default_factory=dict)
 
 
 _open: list[Scope] = []
@@ -73,13 +76,17 @@ def demand_owner(channel: ChannelId | EagerLane, what: str) -> None:
         )
 
 
-def no_transports(channel_id: ChannelId | None, members: ExitStack) -> None:
+def no_transports(
+    channel_id: ChannelId | None, members: ExitStack, claimant: object
+) -> None:
     """The admission of a process without transports: names count, and no more."""
 
 
 @contextmanager
 def channel_scope(
-    channel_id: ChannelId | None, admit: Admission = no_transports
+    channel_id: ChannelId | None,
+    admit: Admission = no_transports,
+    claimant: object = None,
 ) -> Iterator[None]:
     """Make a channel the active one for the time of a ``with`` block.
 
@@ -90,11 +97,14 @@ def channel_scope(
         channel_id: The owner's channel. None opens an unnamed scope, which does
             not take over the name of the scope around it.
         admit: Whether entering is collective, and what it raises, is its matter.
+        claimant: Whose graphs are captured inside, if that may come again within one
+            outer scope; by default every scope is somebody else's.
     """
     depth = len(_open)
     with span("scope %s", channel_id), ExitStack() as members:
-        admit(channel_id, members)
-        _open.append(Scope(channel_id, members, admit))
+        claimant = members if claimant is None else claimant
+        admit(channel_id, members, claimant)
+        _open.append(Scope(channel_id, members, admit, claimant))
         try:
             yield
         finally:
@@ -106,60 +116,51 @@ class owner_scope:  # noqa: N801 (used as a function is)
 
     The V1 runner captures its drafts and its encoder inside the target's scope.
     Phase and generation are the outer scope's. Where no named scope is open, as
-    while serving, nothing happens, nor in a scope of the owner's own, as the V2
-    runner opens for the encoder. For a ``with`` block, or a decorator: then the
-    method is who captures. It may come any number of times inside one outer scope,
-    once a batch size, but another under its name would be in its buffers.
+    while serving, nothing happens. It may come any number of times inside one outer
+    scope, once a batch size, for the same claimant. Another one under that name would
+    be in its buffers: where there are transports, entering refuses it, on all ranks.
+
+    For a ``with`` block, or a decorator: then the claimant is the method's object,
+    whose methods may call each other in the scope; of a function, the function.
 
     Args:
         owner: Who captures, or warms up to capture, inside.
-
-    Raises:
-        ValueError: On entry, without a word to other ranks, which run the same code.
-            It is the target, whose scope others are inside of, or another method
-            has had this name within the outer scope.
+        by: The claimant, an object of which each owner has one. Blocks that name none
+            are one claimant.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Owner, by: object = "a with block") -> None:
         self._owner = owner
+        self._by = by
         self._entered = ExitStack()
 
-    def __call__(self, method: Callable[P, R]) -> Callable[P, R]:
-        """Run a method in the scope."""
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Run a function in the scope."""
+        _, _, name = function.__qualname__.rpartition("<locals>.")
 
-        @wraps(method)
+        @wraps(function)
         def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-            who = f"{method.__module__}.{method.__qualname__}"
-            with _inner_scope(self._owner, who):
-                return method(*args, **kwargs)
+            with _inner_scope(self._owner, args[0] if "." in name else function):
+                return function(*args, **kwargs)
 
         return scoped
 
     def __enter__(self) -> None:
-        self._entered.enter_context(_inner_scope(self._owner, "a with block"))
+        self._entered.enter_context(_inner_scope(self._owner, self._by))
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.__exit__(*raised)
 
 
 @contextmanager
-def _inner_scope(owner: Owner, who: str) -> Iterator[None]:
-    if owner is Owner.TARGET:
-        raise ValueError(
-            "what captures inside the target's scope is not the target: it needs a "
-            "name of its own, see vllm.distributed.graph_channels.identity.Owner"
-        )
+def _inner_scope(owner: Owner, claimant: object) -> Iterator[None]:
     outer = _open[-1] if _open else None
-    if outer is None or outer.channel_id is None or outer.channel_id.owner is owner:
+    if outer is None or outer.channel_id is None:
         yield
         return
     channel_id = replace(outer.channel_id, owner=owner)
-    first = outer.inner.setdefault(owner, who)
-    if first != who:
-        raise ValueError(
-            f"a second capture as {channel_id}, by {who}: within this scope the name "
-            f"is that of {first}, whose graphs it would share buffers with; it needs "
-            "an Owner of its own"
-        )
-    with channel_scope(channel_id, outer.admit):
+    if outer.channel_id == channel_id and outer.claimant is claimant:
+        yield  # a method that the object's own calls
+        return
+    with channel_scope(channel_id, outer.admit, claimant):
         yield
