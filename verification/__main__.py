@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         "files", nargs="*", help="test files; all that need GPUs by default"
     )
     runs.add_argument("--out", type=Path, default=Path("build/test-gpu"))
-    runs.add_argument("--deadline", type=float, default=300, help="seconds a test")
+    runs.add_argument("--deadline", type=_positive, default=300, help="seconds a test")
     runs.add_argument(
         "--at-once",
         type=_positive,
@@ -54,42 +54,46 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> int:
-    files = given.files or session.test_files(ROOT)
-    missing = [file for file in files if not Path(file).is_file()]
-    if missing:
-        raise FileNotFoundError(f"no such test file: {', '.join(missing)}")
+    files = [_file(named) for named in given.files] or session.test_files(ROOT)
     required = _required()
+    given.out.mkdir(parents=True, exist_ok=True)
     # as Ctrl-C does, leaves no process and a receipt of what had run
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with opened() as gpus:
         machine = described(gpus)
         made = run(
             ROOT,
-            files,
+            list(dict.fromkeys(files)),  # each once
             machine,
             gpus.used_bytes,
             required_gpus=required,
             deadline=given.deadline,
             at_once=given.at_once,
         )
-    given.out.mkdir(parents=True, exist_ok=True)
     receipt.write(made, given.out / "receipt.json")
     junit.write(made, given.out / "junit.xml")
     print(f"{summary(made)}\n{given.out / 'receipt.json'}")
     return 0 if made.green else 1
 
 
+def _file(named: str) -> str:
+    """As pytest calls it, and with it the claims: from the repository on."""
+    path = Path(named)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such test file: {named}")
+    path = path.resolve()
+    return os.fspath(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 def _positive(said: str) -> int:
-    if not said.isdigit() or not int(said):
-        raise argparse.ArgumentTypeError(
-            f"{said!r} is not a number of files, such as 4"
-        )
+    if not said.isdecimal() or not int(said):
+        raise argparse.ArgumentTypeError(f"{said!r} is no whole number above 0")
     return int(said)
 
 
 def _required() -> int:
     said = os.environ.get("REQUIRE_GPUS", "0")
-    if not said.isdigit():
+    if not said.isdecimal():
         raise NoGpus(f"REQUIRE_GPUS is {said!r}; a number of GPUs is wanted, such as 2")
     return int(said)
 

@@ -14,6 +14,7 @@ from verification.receipt import Gpu, Machine, Outcome, Receipt
 _ALL_REDUCE = "tests/distributed/test_b12x_fused_all_reduce.py::*"
 _DCP = "tests/distributed/test_b12x_dcp_a2a.py::*"
 _ENGINES = "tests/v1/distributed/test_b12x_engines.py::*"
+_MEASURED = "tests/v1/distributed/test_b12x_measured_engine.py::*"
 _WRONG_SUMS = "tests/v1/distributed/test_b12x_wrong_sums.py::*"
 _PROFILING = "tests/v1/worker/test_profiling_on_gpus.py::"
 
@@ -34,7 +35,7 @@ CLAIMS = (
     ),
     Claim(
         "engines of both runners give NCCL's tokens, and others when sums are wrong",
-        (_ENGINES, _WRONG_SUMS),
+        (_ENGINES, _MEASURED, _WRONG_SUMS),
     ),
     Claim(
         "each kind of draft, and an encoder, has its channel in an engine",

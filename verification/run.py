@@ -3,9 +3,10 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from verification import leftovers, session
 from verification.machine import tree_digest
@@ -77,11 +78,18 @@ def _together(
 
     with ThreadPoolExecutor(len(files)) as threads:
         running = [threads.submit(run_one, file) for file in files]
+        _await(running, stop)
+        return [one.result() for one in running]
+
+
+def _await(running: Sequence[Future[Any]], stop: threading.Event) -> None:
+    """Wait for threads to end; Ctrl-C, however often, makes them stop first."""
+    while True:
         try:
             wait(running)
+            return
         except KeyboardInterrupt:
             stop.set()
-        return [one.result() for one in running]
 
 
 def _not_back(

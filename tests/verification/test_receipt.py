@@ -133,7 +133,13 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
     assert "REQUIRE_GPUS is 'two'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         command.main(["run", "--at-once", "0"])
-    assert "'0' is not a number of files" in capsys.readouterr().err
+    assert "'0' is no whole number above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["run", "--deadline", "-1"])
+    (tmp_path / "taken").touch()
+    monkeypatch.delenv("REQUIRE_GPUS")
+    assert command.main(["run", "--out", str(tmp_path / "taken")]) == 2
+    assert "File exists" in capsys.readouterr().err
 
 
 class Nvml:
