@@ -121,7 +121,7 @@ class Decoded(NamedTuple):
         leads: By prompt, of each token, if they were asked for: its log-probability
             less that of the second best.
         arrived: By prompt: how many tokens came at once, in turn.
-        steps: How many steps it took.
+        served: By step: for how many prompts tokens came.
         replayed: By channel: in how many of them graphs of it were replayed.
         proposed: By step, by request in the batch: the tokens that a draft proposed.
     """
@@ -129,9 +129,14 @@ class Decoded(NamedTuple):
     tokens: list[list[int]]
     leads: list[list[float]]
     arrived: list[list[int]]
-    steps: int
+    served: list[int]
     replayed: dict[str, int]
     proposed: list[list[list[int]]]
+
+    @property
+    def steps(self) -> int:
+        """How many steps it took."""
+        return len(self.served)
 
     @property
     def accepted(self) -> int:
@@ -139,10 +144,23 @@ class Decoded(NamedTuple):
         return sum(n - 1 for counts in self.arrived for n in counts)
 
 
+class Made(NamedTuple):
+    """What an engine consists of.
+
+    Attributes:
+        runner: The module of its runner.
+        drafter: The class of its speculator or proposer, None without a draft.
+    """
+
+    runner: str
+    drafter: str | None
+
+
 class Answer(NamedTuple):
     """What one rank's engine did.
 
     Attributes:
+        made: What it is.
         decoded: What it generated, and how.
         captured: Graphs by channel, each piece counted.
         recorded: Launches recorded into graphs, by transport and channel.
@@ -151,6 +169,7 @@ class Answer(NamedTuple):
         report: What the watch returned.
     """
 
+    made: Made
     decoded: Decoded
     captured: dict[str, int]
     recorded: dict[str, dict[str, int]]
@@ -254,10 +273,14 @@ def _answer(
                 **_with_draft_written(options, folder),
             },
         )
-        answers = decoded(engine.llm_engine, work, replays, Proposals(engine))
+        (runner,) = engine.collective_rpc(_runner)
+        drafter = _drafter(runner)
+        proposals = None if drafter is None else Proposals(drafter)
+        answers = decoded(engine.llm_engine, work, replays, proposals)
     ledger = parallel_state._LEDGER
     usages = [] if ledger is None else ledger.usage()
     answer = Answer(
+        Made(type(runner).__module__, drafter and type(drafter).__name__),
         answers,
         dict(replays.captured),
         {
@@ -273,6 +296,15 @@ def _answer(
     # One that fails tells why at once: its peer may wait in a kernel for it.
     engine.llm_engine.engine_core.shutdown()
     return answer
+
+
+def _runner(worker: Any) -> Any:
+    return worker.model_runner
+
+
+def _drafter(runner: Any) -> Any:
+    """V2's speculator, or V1's proposer; None without a draft."""
+    return getattr(runner, "speculator", None) or getattr(runner, "drafter", None)
 
 
 def _make_sums_matter(rank: int) -> None:
@@ -348,9 +380,11 @@ def decoded(
     leads: list[list[float]] = [[] for _ in requests]
     arrived: list[list[int]] = [[] for _ in requests]
     replayed: Counter[str] = Counter()
-    steps = 0
-    while engine.has_unfinished_requests() and steps < work.steps:
-        for output in engine.step():
+    served: list[int] = []
+    while engine.has_unfinished_requests() and len(served) < work.steps:
+        outputs = engine.step()
+        served.append(len(outputs))
+        for output in outputs:
             (completion,) = output.outputs
             n = int(output.request_id)
             arrived[n].append(len(completion.token_ids) - len(tokens[n]))
@@ -358,9 +392,8 @@ def decoded(
             leads[n] = [*map(_lead, completion.logprobs or ())]
         if replays is not None:
             replayed.update(replays.take())
-        steps += 1
     proposed = [] if proposals is None else proposals.take()
-    return Decoded(tokens, leads, arrived, steps, dict(replayed), proposed)
+    return Decoded(tokens, leads, arrived, served, dict(replayed), proposed)
 
 
 def _lead(candidates: Mapping[int, Any]) -> float:

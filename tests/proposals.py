@@ -7,19 +7,14 @@ import torch
 
 
 class Proposals:
-    """The proposals of an engine in this process, of all its steps from now on.
+    """The proposals of a draft in this process, of all its steps from now on.
 
     Args:
-        engine: A ``vllm.LLM``, on either runner.
+        drafter: V2's speculator, or V1's proposer.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, drafter: Any) -> None:
         self._seen: list[torch.Tensor] = []
-        (runner,) = engine.collective_rpc(lambda worker: worker.model_runner)
-        speculator = getattr(runner, "speculator", None)  # of V2
-        drafter = speculator or getattr(runner, "drafter", None)
-        if drafter is None:
-            return
         propose = drafter.propose
 
         def noted(*given: Any, **named: Any) -> torch.Tensor:
@@ -31,6 +26,6 @@ class Proposals:
         drafter.propose = noted
 
     def take(self) -> list[list[list[int]]]:
-        """By step, by request in the batch: the tokens. None without a draft."""
+        """By step, by request in the batch: the tokens."""
         seen, self._seen = self._seen, []
         return [proposed.tolist() for proposed in seen]

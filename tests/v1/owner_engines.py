@@ -10,8 +10,10 @@ import json
 from collections.abc import Callable
 
 from tests.distributed.b12x_ranks import SWITCHES
-from tests.engines import Answer, Report, Work, generate, unwatched
-from tests.v1.owner_rows import BREAKABLE, DRAFTED, SIZES, Row
+from tests.engines import Answer, Made, Report, Work, generate, unwatched
+from tests.v1.owner_rows import DRAFTED, SIZES, SPECULATORS, Row
+from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
+from vllm.distributed.graph_channels.scope import active_channel
 
 STEPS = 500
 # More requests than places, of all lengths: batches shrink as some end and grow as
@@ -31,6 +33,21 @@ EAGER, ENCODER = "vllm:eager:allreduce", "vllm:encoder:production"
 def production(owners):
     """The channels of these owners."""
     return {f"vllm:{owner}:production" for owner in owners}
+
+
+def wrong_sums(owner: str) -> Report:
+    """A watch that loses every other number of the sums in an owner's graphs."""
+    (channel,) = production([owner])
+    all_reduce = B12xAllReduce.all_reduce
+
+    def lossy(transport, tensor):
+        total = all_reduce(transport, tensor)
+        if str(active_channel()) == channel:
+            total[..., ::2] = 0  # on each rank alike
+        return total
+
+    B12xAllReduce.all_reduce = lossy
+    return unwatched()
 
 
 def see_the_same(b12x, nccl, owners, mode):
@@ -58,6 +75,8 @@ def see_the_same(b12x, nccl, owners, mode):
         assert answer.captured == other.captured
         (recorded,) = answer.recorded.values()
         assert set(recorded) == expected
+        # batches of one, of as many as there are places, and between
+        assert {1, 4} < set(answer.decoded.served) - {0}
     # of wrong sums it would not be told if all prompts had the same tokens
     shortest = min(WORK.lengths)
     assert len({tuple(tokens[:shortest]) for tokens in nccl[0].tokens}) > 1
@@ -70,8 +89,10 @@ def compare(row: Row) -> None:
     """Run a row on NCCL, on b12x channels, and with neither draft nor graphs."""
     nccl = on_nccl(row)
     b12x = on_b12x(row)
-    see_the_same(b12x, nccl, row.owners, row.compilation["cudagraph_mode"])
-    if row.speculative is None:
+    see_the_same(b12x, nccl, row.owners, row.cudagraph_mode)
+    for answer in (*b12x, *nccl):
+        assert answer.made == _made(row)
+    if row.speculator is None:
         return
     for answer, plain in zip(b12x, _plain_tokens(row), strict=True):
         for drafted, tokens in zip(answer.tokens, plain, strict=True):
@@ -80,6 +101,16 @@ def compare(row: Row) -> None:
             assert tokens
         assert len(answer.decoded.proposed) > STEPS / 2
         assert answer.decoded.accepted > 0
+
+
+def _made(row):
+    """What vLLM has to make of a row."""
+    modules = {
+        "V1": "vllm.v1.worker.gpu_model_runner",
+        "V2": "vllm.v1.worker.gpu.model_runner",
+    }
+    speculator = row.speculator and SPECULATORS[row.runner][row.speculator]
+    return Made(modules[row.runner], speculator)
 
 
 def on_b12x(row: Row, watch: Callable[[], Report] = unwatched) -> list[Answer]:
@@ -102,9 +133,8 @@ _plain: dict[str, list] = {}
 
 def _plain_tokens(row):
     options = row.plain() | {"disable_custom_all_reduce": True}
-    unbroken = {k: row.environment[k] for k in row.environment.keys() - BREAKABLE}
-    key = json.dumps([unbroken, row.target, options], sort_keys=True)
+    key = json.dumps([row.plain_environment, row.target, options], sort_keys=True)
     if key not in _plain:
-        answers = _generate(row, unbroken, options)
+        answers = _generate(row, row.plain_environment, options)
         _plain[key] = [answer.tokens for answer in answers]
     return _plain[key]

@@ -7,13 +7,14 @@ as drafts make them, choose the same one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from tests.engines import LLAMA, MEASURED
 
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+RUNNERS = {"V1": V1, "V2": V2}
 BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 # Triton would round float32 factors to TF32, by which best tokens may change places.
 _EXACT = {"TRITON_F32_DEFAULT": "ieee"}
@@ -73,16 +74,70 @@ DSPARK = _QWEN | {
     "block_size": 4,
 }
 
-DRAFTED = 2  # tokens a step
 
-_TRITON = {"attention_backend": "TRITON_ATTN"}
+class Draft(NamedTuple):
+    """How a speculator is asked for.
+
+    Attributes:
+        method: vLLM's name of it, in a speculative_config.
+        target: The served model's ``config.json``.
+        model: The draft's, if it has a model of its own.
+    """
+
+    method: str
+    target: Mapping[str, Any] = TARGET
+    model: Mapping[str, Any] | None = None
+
+
+DRAFTS = {
+    "EAGLE": Draft("eagle", model=_DRAFT),
+    "EAGLE3": Draft("eagle3", model=EAGLE3),
+    "draft model": Draft("draft_model", model=_DRAFT),
+    "MTP": Draft("mtp", MIMO),
+    "multi-module MTP": Draft("mtp", EXAONE),
+    "DFlash": Draft("dflash", model=DFLASH),
+    "DFlash2": Draft("dflash", model=DFLASH2),
+    "DSpark": Draft("dspark", model=DSPARK),
+}
+# What vLLM makes of each speculator, by the name of a class or function.
+SPECULATORS: Mapping[str, Mapping[str, str]] = {
+    "V1": {
+        "EAGLE": "EagleProposer",
+        "EAGLE3": "EagleProposer",
+        "MTP": "EagleProposer",
+        "Step3.5 MTP": "Step3p5MTPProposer",
+        "draft model": "DraftModelProposer",
+        "DFlash": "DFlashProposer",
+        "Gemma4": "Gemma4Proposer",
+        "extract_hidden_states": "ExtractHiddenStatesProposer",
+        "n-gram": "NgramProposer",
+        "n-gram on the GPU": "NgramProposerGPU",
+        "suffix": "SuffixDecodingProposer",
+        "Medusa": "MedusaProposer",
+        "custom class": "create_custom_proposer",
+    },
+    "V2": {
+        "EAGLE": "EagleSpeculator",
+        "EAGLE3": "EagleSpeculator",
+        "MTP": "MTPSpeculator",
+        "multi-module MTP": "MultiModuleMTPSpeculator",
+        "Gemma4": "Gemma4Speculator",
+        "DFlash": "DFlashSpeculator",
+        "DFlash2": "DFlash2Speculator",
+        "DSpark": "DSparkSpeculator",
+    },
+}
+DRAFTED = 2  # tokens a step
 
 SIZES = [1, 2, 4, 8, 12]  # of batches that have graphs
 _GRAPHS = {"custom_ops": ["none"], "cudagraph_capture_sizes": SIZES}
-_UNCOMPILED = _GRAPHS | {"mode": 0}
-# FlashInfer, where it is installed, would fuse the sums of compiled models: they
-# would be its own.
-_COMPILED = _GRAPHS | {"mode": 3, "pass_config": {"fuse_allreduce_rms": False}}
+# What makes pieces of graphs, if any are made. FlashInfer, where it is installed, would
+# fuse the sums of compiled models: they would be its own.
+_PIECES = {
+    "": _GRAPHS | {"mode": 0},
+    "breakable": _GRAPHS | {"mode": 0},
+    "compiled": _GRAPHS | {"mode": 3, "pass_config": {"fuse_allreduce_rms": False}},
+}
 
 
 @dataclass(frozen=True)
@@ -90,136 +145,117 @@ class Row:
     """One combination.
 
     Attributes:
-        environment: Which runner, and which kind of piecewise graphs.
-        compilation: vLLM's compilation_config.
+        runner: V1 or V2.
+        mode: What makes pieces, if any are made, and vLLM's cudagraph_mode.
         owners: Values of the owners whose graphs record launches.
-        target: The served model's ``config.json``.
-        speculative: vLLM's speculative_config, if there is a draft; its ``model`` may
-            be a ``config.json`` too.
+        speculator: Of ``DRAFTS``, if there is a draft.
         more: Other options of the engine.
     """
 
-    environment: Mapping[str, str]
-    compilation: Mapping[str, Any]
-    owners: frozenset[str]
-    target: Mapping[str, Any]
-    speculative: Mapping[str, Any] | None
-    more: Mapping[str, Any]
+    runner: str
+    mode: str
+    owners: frozenset[str] = frozenset(["target"])
+    speculator: str | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Runner, speculator if there is one, mode."""
+        return ", ".join(filter(None, (self.runner, self.speculator, self.mode)))
+
+    @property
+    def cudagraph_mode(self) -> str:
+        """As vLLM has it."""
+        return self.mode.split()[-1]
+
+    @property
+    def target(self) -> Mapping[str, Any]:
+        """The served model's ``config.json``."""
+        return TARGET if self.speculator is None else DRAFTS[self.speculator].target
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its engine."""
+        breakable = BREAKABLE if self._pieces == "breakable" else {}
+        return self.plain_environment | breakable
+
+    @property
+    def plain_environment(self) -> dict[str, str]:
+        """Of the engine with neither a draft nor graphs."""
+        return RUNNERS[self.runner] | ({} if self.speculator is None else _EXACT)
 
     def engine(self) -> dict[str, Any]:
         """The options of its engine, with the draft if there is one."""
-        options = {**self.more, "compilation_config": self.compilation}
-        if self.speculative is not None:
-            options["speculative_config"] = self.speculative
+        graphs = _PIECES[self._pieces] | {"cudagraph_mode": self.cudagraph_mode}
+        options = self._shared() | {"compilation_config": graphs}
+        if self.speculator is not None:
+            method, _, model = DRAFTS[self.speculator]
+            options["speculative_config"] = {
+                "method": method,
+                "num_speculative_tokens": DRAFTED,
+                **({} if model is None else {"model": model}),
+            }
         return options
 
     def plain(self) -> dict[str, Any]:
         """The options of the engine with neither a draft nor graphs."""
-        return {
-            **self.more,
+        return self._shared() | {
             "compilation_config": {"custom_ops": ["none"]},
             "enforce_eager": True,
         }
 
+    @property
+    def _pieces(self) -> str:
+        return self.mode.rpartition(" ")[0]
 
-def _target(environment, mode, compilation=_UNCOMPILED, **more):
-    compilation = compilation | {"cudagraph_mode": mode}
-    owners = frozenset(["target"])
-    return Row(environment, compilation, owners, TARGET, None, _TRITON | more)
+    def _shared(self) -> dict[str, Any]:
+        exact = {} if self.speculator is None else {"dtype": "float32"}
+        return {"attention_backend": "TRITON_ATTN", **exact, **self.more}
 
 
-def _draft(
-    environment,
-    mode,
-    owners,
-    method,
-    model=None,
-    target=TARGET,
-    compilation=_UNCOMPILED,
-):
-    draft = {"method": method, "num_speculative_tokens": DRAFTED}
-    if model is not None:
-        draft["model"] = model
-    return Row(
-        environment | _EXACT,
-        compilation | {"cudagraph_mode": mode},
-        frozenset(["target", *owners]),
-        target,
-        draft,
-        _TRITON | {"dtype": "float32"},
-    )
+def _named(*rows: Row) -> dict[str, Row]:
+    return {row.name: row for row in rows}
 
 
 # Of bfloat16, as they are served.
-TARGETS = {
-    "V1, FULL_DECODE_ONLY": _target(V1, "FULL_DECODE_ONLY"),
-    "V1, breakable PIECEWISE": _target(V1 | BREAKABLE, "PIECEWISE"),
-    # with memory measured, by throwaway graphs too
-    "V1, compiled FULL_AND_PIECEWISE": _target(
-        V1, "FULL_AND_PIECEWISE", _COMPILED, **MEASURED
-    ),
-    "V2, FULL_DECODE_ONLY": _target(V2, "FULL_DECODE_ONLY"),
-    "V2, breakable PIECEWISE": _target(V2 | BREAKABLE, "PIECEWISE"),
-    "V2, compiled FULL_AND_PIECEWISE": _target(V2, "FULL_AND_PIECEWISE", _COMPILED),
-}
+TARGETS = _named(
+    Row("V1", "FULL_DECODE_ONLY"),
+    Row("V1", "breakable PIECEWISE"),
+    Row("V2", "FULL_DECODE_ONLY"),
+    Row("V2", "breakable PIECEWISE"),
+    Row("V2", "compiled FULL_AND_PIECEWISE"),
+)
+# With memory measured, by throwaway graphs too: nothing may run beside it.
+MEASURED_TARGETS = _named(Row("V1", "compiled FULL_AND_PIECEWISE", more=MEASURED))
 
-_BY_PROPOSER = ("draft",)
-V1_DRAFTS = {
-    "V1, EAGLE, breakable PIECEWISE": _draft(
-        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT
-    ),
-    "V1, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
-        V1, "FULL_AND_PIECEWISE", _BY_PROPOSER, "eagle", _DRAFT, compilation=_COMPILED
-    ),
-    "V1, EAGLE3, breakable PIECEWISE": _draft(
-        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "eagle3", EAGLE3
-    ),
-    "V1, draft model, breakable PIECEWISE": _draft(
-        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "draft_model", _DRAFT
-    ),
-    "V1, MTP, breakable PIECEWISE": _draft(
-        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "mtp", target=MIMO
-    ),
-    "V1, DFlash, breakable PIECEWISE": _draft(
-        V1 | BREAKABLE, "PIECEWISE", _BY_PROPOSER, "dflash", DFLASH
-    ),
-}
+_BY_PROPOSER = frozenset(["target", "draft"])
+V1_DRAFTS = _named(
+    Row("V1", "breakable PIECEWISE", _BY_PROPOSER, "EAGLE"),
+    Row("V1", "compiled FULL_AND_PIECEWISE", _BY_PROPOSER, "EAGLE"),
+    Row("V1", "breakable PIECEWISE", _BY_PROPOSER, "EAGLE3"),
+    Row("V1", "breakable PIECEWISE", _BY_PROPOSER, "draft model"),
+    Row("V1", "breakable PIECEWISE", _BY_PROPOSER, "MTP"),
+    Row("V1", "breakable PIECEWISE", _BY_PROPOSER, "DFlash"),
+)
 
-_PREFILL_AND_DECODE = ("draft_prefill", "draft_decode")
-V2_AUTOREGRESSIVE = {
-    "V2, EAGLE, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", _PREFILL_AND_DECODE, "eagle", _DRAFT
-    ),
-    "V2, EAGLE, breakable PIECEWISE": _draft(
-        V2 | BREAKABLE, "PIECEWISE", ("draft_prefill",), "eagle", _DRAFT
-    ),
-    "V2, EAGLE, compiled FULL_AND_PIECEWISE": _draft(
-        V2,
-        "FULL_AND_PIECEWISE",
-        _PREFILL_AND_DECODE,
-        "eagle",
-        _DRAFT,
-        compilation=_COMPILED,
-    ),
-    "V2, EAGLE3, breakable FULL_AND_PIECEWISE": _draft(
-        V2 | BREAKABLE, "FULL_AND_PIECEWISE", _PREFILL_AND_DECODE, "eagle3", EAGLE3
-    ),
-    "V2, MTP, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", _PREFILL_AND_DECODE, "mtp", target=MIMO
-    ),
-}
-V2_ONE_OWNER = {
-    "V2, multi-module MTP, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", ("multi_module_mtp",), "mtp", target=EXAONE
-    ),
-    "V2, DFlash, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", ("draft_query",), "dflash", DFLASH
-    ),
-    "V2, DFlash2, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", ("draft_query",), "dflash", DFLASH2
-    ),
-    "V2, DSpark, FULL_DECODE_ONLY": _draft(
-        V2, "FULL_DECODE_ONLY", ("dspark",), "dspark", DSPARK
-    ),
-}
-ROWS = TARGETS | V1_DRAFTS | V2_AUTOREGRESSIVE | V2_ONE_OWNER
+_PREFILL = frozenset(["target", "draft_prefill"])
+_AUTOREGRESSIVE = _PREFILL | {"draft_decode"}
+V2_AUTOREGRESSIVE = _named(
+    Row("V2", "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "EAGLE"),
+    Row("V2", "breakable PIECEWISE", _PREFILL, "EAGLE"),
+    Row("V2", "compiled FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "EAGLE"),
+    Row("V2", "breakable FULL_AND_PIECEWISE", _AUTOREGRESSIVE, "EAGLE3"),
+    Row("V2", "FULL_DECODE_ONLY", _AUTOREGRESSIVE, "MTP"),
+)
+V2_ONE_OWNER = _named(
+    *(
+        Row("V2", "FULL_DECODE_ONLY", frozenset(["target", owner]), speculator)
+        for speculator, owner in (
+            ("multi-module MTP", "multi_module_mtp"),
+            ("DFlash", "draft_query"),
+            ("DFlash2", "draft_query"),
+            ("DSpark", "dspark"),
+        )
+    )
+)
+ROWS = TARGETS | MEASURED_TARGETS | V1_DRAFTS | V2_AUTOREGRESSIVE | V2_ONE_OWNER

@@ -6,25 +6,42 @@ tests/v1/worker/test_owner_table.py holds the document to it, and it to the test
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from tests.v1.distributed import test_b12x_encoder as encoder
 from tests.v1.owner_rows import (
+    MEASURED_TARGETS,
     ROWS,
+    SPECULATORS,
     TARGETS,
     V1_DRAFTS,
     V2_AUTOREGRESSIVE,
     V2_ONE_OWNER,
 )
+from tests.v1.spec_decode.test_speculator_owners import SPECULATORS as V2_RECORDED
+from tests.v1.worker.test_v1_capture_loop import PROPOSERS as V1_RECORDED
+from verification import receipt
+from vllm.distributed.graph_channels.identity import Owner
+
+_RECEIPTS = Path(__file__).parents[2] / "docs/receipts"
 
 _WHERE = "tests/v1/distributed"
 _OF_NCCL = "test_an_engine_gives_the_tokens_of_nccl"
 TARGETS_TEST = f"{_WHERE}/test_b12x_engines.py::{_OF_NCCL}"
+MEASURED_TEST = f"{_WHERE}/test_b12x_measured_engine.py::{_OF_NCCL}"
 V1_DRAFTS_TEST = f"{_WHERE}/test_b12x_v1_drafts.py::{_OF_NCCL}_and_of_no_draft"
 V2_AUTOREGRESSIVE_TEST = (
     f"{_WHERE}/test_b12x_v2_autoregressive.py::{_OF_NCCL}_and_of_no_draft"
 )
 V2_ONE_OWNER_TEST = f"{_WHERE}/test_b12x_v2_one_owner.py::{_OF_NCCL}_and_of_no_draft"
 ENCODER_TEST = f"{_WHERE}/test_b12x_encoder.py::{_OF_NCCL}"
+_TESTS = (
+    (TARGETS, TARGETS_TEST),
+    (MEASURED_TARGETS, MEASURED_TEST),
+    (V1_DRAFTS, V1_DRAFTS_TEST),
+    (V2_AUTOREGRESSIVE, V2_AUTOREGRESSIVE_TEST),
+    (V2_ONE_OWNER, V2_ONE_OWNER_TEST),
+)
 
 # What is captured by which of vLLM's methods, and the test that calls it.
 RECORDED = (
@@ -52,7 +69,7 @@ RECORDED = (
     (
         "V1",
         "encoder",
-        "`EncoderCudaGraphManager.capture`",
+        "`EncoderCudaGraphManager.capture` in the runner's two loops",
         (
             "tests/v1/worker/test_encoder_runner.py"
             "::test_on_v1_it_captures_inside_the_targets_scope"
@@ -80,10 +97,7 @@ RECORDED = (
         "V2",
         "target, FULL, PIECEWISE and breakable PIECEWISE",
         "`CudaGraphManager.capture`, `ModelCudaGraphManager.capture`",
-        (
-            "tests/v1/cudagraph/test_cudagraph_manager.py"
-            "::test_warm_up_and_capture_run_in_the_owners_scope"
-        ),
+        ("tests/v1/worker/test_gpu_model_runner.py::test_v2_names_the_target"),
     ),
     (
         "V2",
@@ -151,45 +165,19 @@ MODES = (
     "compiled PIECEWISE",
     "compiled FULL_AND_PIECEWISE",
 )
-# Its rows: what vLLM makes of each speculator, by the name of a class or function.
 NO_DRAFT = "no draft"
-V1_SPECULATORS = {
-    "EAGLE": "EagleProposer",
-    "EAGLE3": "EagleProposer",
-    "MTP": "EagleProposer",
-    "Step3.5 MTP": "Step3p5MTPProposer",
-    "draft model": "DraftModelProposer",
-    "DFlash": "DFlashProposer",
-    "Gemma4": "Gemma4Proposer",
-    "extract_hidden_states": "ExtractHiddenStatesProposer",
-    "n-gram": "NgramProposer",
-    "n-gram on the GPU": "NgramProposerGPU",
-    "suffix": "SuffixDecodingProposer",
-    "Medusa": "MedusaProposer",
-    "custom class": "create_custom_proposer",
-}
-V2_SPECULATORS = {
-    "EAGLE": "EagleSpeculator",
-    "EAGLE3": "EagleSpeculator",
-    "MTP": "MTPSpeculator",
-    "multi-module MTP": "MultiModuleMTPSpeculator",
-    "Gemma4": "Gemma4Speculator",
-    "DFlash": "DFlashSpeculator",
-    "DFlash2": "DFlash2Speculator",
-    "DSpark": "DSparkSpeculator",
-}
 
 # What a cell says where no engine ran.
-SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED = (
-    f"not run, *{letter}*" for letter in "abcdef"
+SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED, WAITING = (
+    f"not run, *{letter}*" for letter in "abcdefg"
 )
 
 _REASONS = """\
-Recorders, on the CPU: whether a test above drives the class, in one mode or with
+Recorders, on the CPU: whether the test above walks the class, in one mode or with
 managers that have no sizes. Engines, on a GPU; where none ran:
 
 - *a*: the same methods open the same scopes in every mode, which only tells the sizes
-  and the pieces that are captured in them; an engine ran in another mode.
+  and the pieces that are captured in them; there is an engine in another mode.
 - *b*: its target wants an image processor's files, or no tiny one was made.
 - *c*: silent, it records no collective and has no channel. On V2 so are all drafts, but
   a prefill's, with PIECEWISE graphs alone.
@@ -198,6 +186,7 @@ managers that have no sizes. Engines, on a GPU; where none ran:
   the same, with a channel that no graph uses. (Gemma4 has graphs that choose tokens,
   captured as it loads, in no scope: they hold no collective.)
 - *f*: vLLM 0.28.0's V2 runner refuses it.
+- *g*: there is an engine, and no receipt of it yet.
 """
 
 _V1_UNCAPTURED = {"n-gram", "n-gram on the GPU", "suffix", "Medusa", "custom class"}
@@ -207,8 +196,11 @@ _V2_REFUSED = "draft model"
 
 def cell(runner: str, speculator: str, mode: str) -> str:
     """Where a combination ran, and why not on a GPU."""
-    if f"{_combination(runner, speculator)}, {mode}" in RAN:
+    name = f"{_combination(runner, speculator)}, {mode}"
+    if name in ran():
         return "**GPU**"
+    if name in ROWS:
+        return WAITING
     if runner == "V2":
         return _v2_reason(speculator, mode)
     if speculator in _V1_UNCAPTURED:
@@ -234,14 +226,14 @@ def _combination(runner: str, speculator: str) -> str:
 
 def combinations() -> Iterator[Sequence[str]]:
     """Runner, speculator, whether recorders ran, and a cell for each of ``MODES``."""
-    for runner, speculators in (
-        ("V1", [*V1_SPECULATORS]),
-        ("V2", [*V2_SPECULATORS, _V2_REFUSED]),
-    ):
-        for name in (NO_DRAFT, *speculators):
-            cells = [cell(runner, name, mode) for mode in MODES]
-            recorded = not {UNCAPTURED, REFUSED} & set(cells)
-            yield runner, name, "yes" if recorded else "no", *cells
+    walked = {cls.__name__ for cls in (*V1_RECORDED, *V2_RECORDED)}
+    for runner, speculators in SPECULATORS.items():
+        made = {NO_DRAFT: "", **speculators}
+        if runner == "V2":
+            made[_V2_REFUSED] = ""
+        for name, cls in made.items():
+            recorded = "yes" if name == NO_DRAFT or cls in walked else "no"
+            yield runner, name, recorded, *(cell(runner, name, mode) for mode in MODES)
 
 
 # Other combinations without an engine here, and why.
@@ -259,34 +251,24 @@ NO_ENGINE = (
     ("V2 on the CPU", "vLLM wants Triton for the V2 runner"),
 )
 
-# Engines that somebody saw pass on a GPU.
-RAN = frozenset(
-    [
-        "V1, FULL_DECODE_ONLY",
-        "V1, breakable PIECEWISE",
-        "V1, compiled FULL_AND_PIECEWISE",
-        "V1, EAGLE, breakable PIECEWISE",
-        "V1, EAGLE, compiled FULL_AND_PIECEWISE",
-        "V1, EAGLE3, breakable PIECEWISE",
-        "V1, draft model, breakable PIECEWISE",
-        "V1, MTP, breakable PIECEWISE",
-        "V1, DFlash, breakable PIECEWISE",
-        "V1, encoder graphs",
-        "V2, FULL_DECODE_ONLY",
-        "V2, breakable PIECEWISE",
-        "V2, compiled FULL_AND_PIECEWISE",
-        "V2, EAGLE, FULL_DECODE_ONLY",
-        "V2, EAGLE, breakable PIECEWISE",
-        "V2, EAGLE, compiled FULL_AND_PIECEWISE",
-        "V2, EAGLE3, breakable FULL_AND_PIECEWISE",
-        "V2, MTP, FULL_DECODE_ONLY",
-        "V2, multi-module MTP, FULL_DECODE_ONLY",
-        "V2, DFlash, FULL_DECODE_ONLY",
-        "V2, DFlash2, FULL_DECODE_ONLY",
-        "V2, DSpark, FULL_DECODE_ONLY",
-        "V2, encoder graphs",
-    ]
-)
+# Owners without an engine, and why.
+UNCAPTURED_OWNERS = {
+    Owner.CONTEXT_KV: "vLLM 0.28.0 captures no graphs of context keys and values"
+}
+
+
+def ran() -> dict[str, str]:
+    """Engines that passed on somebody's GPUs: the last receipt that says so."""
+    tests = {ENCODER_TEST, *(test for _, test in _TESTS)}
+    found = {path: receipt.read(path) for path in _RECEIPTS.glob("*.json")}
+    last: dict[str, str] = {}
+    for path, made in sorted(found.items(), key=lambda item: item[1].started):
+        for test in made.tests:
+            function, _, name = test.id.partition("[")
+            if function in tests and test.outcome is receipt.Outcome.PASSED:
+                last[name.rstrip("]")] = f"[{made.started[:10]}](receipts/{path.name})"
+    return last
+
 
 _INTRODUCTION = """\
 # Owners of graphs
@@ -305,7 +287,8 @@ One line in `Owner`, and its name where its graphs are captured, in a patch of
 - In a scope of its own, as V2's managers do:
   `manager.capture(..., channel_id=ChannelId(Owner.<NAME>, Phase.PRODUCTION))`.
 - Inside another's scope, as V1's drafts do: `@owner_scope(Owner.<NAME>)` on the method
-  that warms up and captures.
+  that warms up and captures, or `with owner_scope(Owner.<NAME>, by=manager)` around the
+  call, as V1's runner does for its encoder.
 
 That is enough for a channel of its own, made when its scope opens. Tests import what is
 installed: `make install` first, and `.venv/bin/python` for what follows. They then ask
@@ -315,8 +298,8 @@ for the rest, each where it is missing:
 - `vllm/v1/worker/graph_owners.py`, under the configurations that have it: channels
   listed there are made together, after memory was measured, and their bytes are taken
   off the KV cache's. `tests/v1/worker/test_graph_owners.py` looks at every speculator.
-- A line in `RECORDED` of `tests/v1/owner_table.py` and an engine in
-  `tests/v1/owner_rows.py`.
+- A line in `RECORDED` of `tests/v1/owner_table.py`, and an engine in
+  `tests/v1/owner_rows.py`; or, where none can run, a reason in `UNCAPTURED_OWNERS`.
 - The patched file in some test's `COVERS`; then `python -m series check --update`
   writes the receipt and `python -m series patches` prints docs/patches.md, as
   `python -m tests.v1.owner_table` does this page.
@@ -324,9 +307,10 @@ for the rest, each where it is missing:
 No test asks for its line in docs/serving.md.
 
 One test: `tests/v1/cudagraph/test_new_owner.py` is the pattern. It has the owner's own
-`capture` run and asks which channel was entered.
-`tests/v1/spec_decode/test_speculator_owners.py` walks all speculators and graph
-managers, and fails for one that it does not know.
+`capture` run and asks which channel was entered. No test asks for it by itself:
+`tests/v1/spec_decode/test_speculator_owners.py` walks V2's speculators and graph
+managers and V1's proposers on the common base, and fails for one that it does not know;
+proposers beside that base, such as Medusa's, it does not see.
 
 ## Two owners, one name
 
@@ -335,8 +319,9 @@ it captures, on every rank (`tests/v1/distributed/test_owner_isolation.py`, on t
 transport and on b12x's pools). A name is free again once a rollback has freed its
 channel. An owner that captures anew while its first graphs live says so with
 `ChannelId(owner, phase, generation=2)`. Inner owners come again and again within one
-outer scope, once a batch size; there the decorated method is told from another's.
-Blocks of `with owner_scope(...)`, which no owner in vLLM uses, are not told apart.
+outer scope, once a batch size; there the object that captures is told from another's.
+Blocks of `with owner_scope(...)` without `by` are told from objects, and not from each
+other; vLLM has none. Where there is no transport, nothing is refused.
 
 ## Captures on the CPU
 
@@ -346,19 +331,18 @@ vLLM's own methods, with recorders for models, graphs and transports.
 _ENGINES = """
 ## Whole engines
 
-Two ranks on one H200, over MPS, dummy weights, b12x on channels. Over 500 steps, in
-which 16 requests come and go, each is compared with the same engine on NCCL: the same
-tokens in the same steps, so that drafts were accepted alike (some were, of every kind);
+Two ranks, dummy weights, b12x on channels. Over 500 steps, in which 16 requests come
+and go, each is compared with the same engine on NCCL: the same tokens in the same
+steps, and all that its draft proposed, accepted or not (some was, of every kind);
 graphs of exactly these owners replayed, in nearly all steps (an encoder's, with every
 image); a table of exactly their channels and the eager lane. Drafts also give the
-tokens of the engine without a draft. That owners are apart is shown by what was
+tokens of an engine with neither drafts nor graphs. Engines whose sums are made wrong in
+the graphs of one owner do not pass (test_b12x_wrong_sums.py and, for the encoder,
+test_b12x_encoder.py). That owners are apart is shown by what was
 recorded on each channel, and by replays at once in test_b12x_fused_all_reduce.py, not
 by tokens.
 
-What ran was seen on 2026-12-03 and is written down by hand, in `RAN` of
-tests/v1/owner_table.py; runs that left a receipt are in [verified.md](verified.md). The
-tests have since been made to ask also that pieces are pieces, and that prompts differ
-in their tokens: not run.
+Where one ran, the receipt of it says on what, and what else passed there.
 """
 
 _COMBINATIONS = """
@@ -386,21 +370,15 @@ _LEFT = """
 
 def engines() -> Iterator[Sequence[str]]:
     """Of each whole engine: its name, its owners, where it ran, and its test."""
-    for rows, test in (
-        (TARGETS, TARGETS_TEST),
-        (V1_DRAFTS, V1_DRAFTS_TEST),
-        (V2_AUTOREGRESSIVE, V2_AUTOREGRESSIVE_TEST),
-        (V2_ONE_OWNER, V2_ONE_OWNER_TEST),
-    ):
-        for name in rows:
-            yield _engine(name, ROWS[name].owners, test)
+    for rows, test in _TESTS:
+        for name, row in rows.items():
+            yield _engine(name, row.owners, test)
     for name in encoder.ENGINES:
         yield _engine(name, encoder.OWNERS, ENCODER_TEST)
 
 
 def _engine(name: str, owners: Iterable[str], test: str) -> Sequence[str]:
-    ran = "GPU" if name in RAN else "not run"
-    return name, ", ".join(sorted(owners)), ran, f"`{test}`"
+    return name, ", ".join(sorted(owners)), ran().get(name, "not run"), f"`{test}`"
 
 
 def _table(*rows: Sequence[str]) -> str:
@@ -411,7 +389,8 @@ def _table(*rows: Sequence[str]) -> str:
 def document() -> str:
     """docs/owners.md."""
     recorded = [(*cells, f"`{test}`") for *cells, test in RECORDED]
-    missing = "".join(f"| {name} | {why} |\n" for name, why in NO_ENGINE)
+    owners = [(owner.value, why) for owner, why in UNCAPTURED_OWNERS.items()]
+    missing = "".join(f"| {name} | {why} |\n" for name, why in (*owners, *NO_ENGINE))
     return "".join(
         [
             _INTRODUCTION,

@@ -5,14 +5,16 @@ Requests come and go, each with its own image after the same words, so that enco
 graphs are replayed between those of the target.
 """
 
+from functools import cache, partial
+
 import pytest
 
 from tests import engines, gpus
 from tests.distributed.b12x_ranks import SWITCHES
 from tests.v1 import owner_engines
 from tests.v1 import tiny_vision_model as model
-from tests.v1.owner_engines import see_the_same
-from tests.v1.owner_rows import V1, V2
+from tests.v1.owner_engines import see_the_same, wrong_sums
+from tests.v1.owner_rows import SIZES, V1, V2
 
 pytestmark = gpus.needs_gpu
 
@@ -37,7 +39,7 @@ OPTIONS = {
     "compilation_config": {
         "mode": 0,
         "custom_ops": ["none"],
-        "cudagraph_capture_sizes": [1, 2, 4],
+        "cudagraph_capture_sizes": SIZES,
         "cudagraph_mode": "FULL_DECODE_ONLY",
         "cudagraph_mm_encoder": True,
         "encoder_cudagraph_token_budgets": BUDGETS,
@@ -62,18 +64,20 @@ def _encoded():
     return lambda engine: counts
 
 
-def _generate(environment, **options):
+def _generate(environment, watch=_encoded, **options):
     return engines.generate(
-        2, model.CONFIG, environment, watch=_encoded, **OPTIONS, **options
+        2, model.CONFIG, environment, watch=watch, **OPTIONS, **options
     )
 
 
-@pytest.mark.parametrize("runner", ENGINES.values(), ids=ENGINES)
-def test_an_engine_gives_the_tokens_of_nccl(runner):  # R-A3 # R-B4 # R-F1
-    nccl = _generate(runner, disable_custom_all_reduce=True)
-    b12x = _generate(runner | SWITCHES)
+_nccl = cache(lambda name: _generate(ENGINES[name], disable_custom_all_reduce=True))
 
-    see_the_same(b12x, nccl, OWNERS, "FULL_DECODE_ONLY")
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_gives_the_tokens_of_nccl(name):  # R-A3 # R-B4 # R-F1
+    b12x = _generate(ENGINES[name] | SWITCHES)
+
+    see_the_same(b12x, _nccl(name), OWNERS, "FULL_DECODE_ONLY")
     # Their tokens differ, and nothing but the images does in the prompts.
     for answer in b12x:
         assert answer.report == {"hits": len(WORK.prompts), "misses": 0}
@@ -81,3 +85,11 @@ def test_an_engine_gives_the_tokens_of_nccl(runner):  # R-A3 # R-B4 # R-F1
         # After attention and after the MLP, in each layer of each graph.
         launches = 2 * model.LAYERS * len(BUDGETS)
         assert recorded["vllm:encoder:production"] == launches
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_wrong_sum_is_seen(name):  # R-B1 # R-F1
+    wrong = _generate(ENGINES[name] | SWITCHES, partial(wrong_sums, "encoder"))
+    for answer, right in zip(wrong, _nccl(name), strict=True):
+        assert answer.decoded.replayed.keys() == right.decoded.replayed.keys()
+        assert answer.tokens != right.tokens

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums made wrong on purpose in one owner's graphs: whole engines tell, of each owner.
+"""Sums made wrong on purpose in one owner's graphs: whole engines tell.
 
-That other engines give NCCL's tokens in the same steps says something only if these
-do not.
+That other engines give NCCL's tokens in the same steps, and propose what NCCL's draft
+does, says something only if these do not.
 """
 
 from functools import cache, partial
@@ -10,38 +10,32 @@ from functools import cache, partial
 import pytest
 
 from tests import gpus
-from tests.engines import unwatched
-from tests.v1.owner_engines import on_b12x, on_nccl, production
-from tests.v1.owner_rows import V2_AUTOREGRESSIVE
-from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
-from vllm.distributed.graph_channels.scope import active_channel
+from tests.v1.owner_engines import on_b12x, on_nccl, wrong_sums
+from tests.v1.owner_rows import ROWS
 
 pytestmark = gpus.needs_gpu
 
-ROW = V2_AUTOREGRESSIVE["V2, EAGLE, FULL_DECODE_ONLY"]
+# Each owner but the encoder, and the target on either runner.
+WRONG = [
+    ("V1, MTP, breakable PIECEWISE", "target"),
+    ("V1, MTP, breakable PIECEWISE", "draft"),
+    ("V2, MTP, FULL_DECODE_ONLY", "target"),
+    ("V2, MTP, FULL_DECODE_ONLY", "draft_prefill"),
+    ("V2, MTP, FULL_DECODE_ONLY", "draft_decode"),
+    ("V2, multi-module MTP, FULL_DECODE_ONLY", "multi_module_mtp"),
+    ("V2, DFlash, FULL_DECODE_ONLY", "draft_query"),
+    ("V2, DSpark, FULL_DECODE_ONLY", "dspark"),
+]
+
+_right = cache(lambda name: on_nccl(ROWS[name]))
 
 
-def _wrong_in(owner):
-    """Lose every other number of the sums in an owner's graphs, on each rank alike."""
-    (channel,) = production([owner])
-    all_reduce = B12xAllReduce.all_reduce
-
-    def lossy(transport, tensor):
-        total = all_reduce(transport, tensor)
-        if str(active_channel()) == channel:
-            total[..., ::2] = 0
-        return total
-
-    B12xAllReduce.all_reduce = lossy
-    return unwatched()
-
-
-_right = cache(partial(on_nccl, ROW))
-
-
-@pytest.mark.parametrize("owner", sorted(ROW.owners))
-def test_a_wrong_sum_is_seen(owner):  # R-B1 # R-F1
-    for answer, right in zip(on_b12x(ROW, partial(_wrong_in, owner)), _right()):
+@pytest.mark.parametrize(("name", "owner"), WRONG, ids=lambda word: word)
+def test_a_wrong_sum_is_seen(name, owner):  # R-B1 # R-F1
+    row = ROWS[name]
+    assert owner in row.owners
+    wrong = on_b12x(row, partial(wrong_sums, owner))
+    for answer, right in zip(wrong, _right(name), strict=True):
         assert answer.captured == right.captured
         assert answer.decoded.replayed.keys() == right.decoded.replayed.keys()
         assert answer.decoded.proposed != right.decoded.proposed

@@ -59,7 +59,10 @@ def _expected(cls):
     raise AssertionError(f"no owner is known for {cls.__name__}")
 
 
-@pytest.mark.parametrize("cls", _speculators(), ids=lambda cls: cls.__name__)
+SPECULATORS = _speculators()
+
+
+@pytest.mark.parametrize("cls", SPECULATORS, ids=lambda cls: cls.__name__)
 def test_a_v2_speculators_graphs_are_its_own(cls, communicator):  # R-A3 # C07
     speculator_of(cls).capture()
     assert communicator.names == _expected(cls)

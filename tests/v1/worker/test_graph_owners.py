@@ -147,16 +147,17 @@ def test_v2_every_speculator_is_looked_at():
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_what_the_tiny_engines_expect_is_in_the_catalogue(row):  # R-A3
     speculative = None
-    if given := row.speculative:
+    if given := row.engine().get("speculative_config"):
         speculative = _speculative(
             given["method"],
             architecture="".join(given.get("model", {}).get("architectures", ())),
             layers=row.target.get("num_nextn_predict_layers", 1),
             steps=given["num_speculative_tokens"],
         )
-    config = _config(speculative, CUDAGraphMode[row.compilation["cudagraph_mode"]])
-    v2 = row.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    assert _owners(config, v2)[0] == {Owner(owner) for owner in row.owners}
+    config = _config(speculative, CUDAGraphMode[row.cudagraph_mode])
+    assert _owners(config, row.runner == "V2")[0] == {
+        Owner(owner) for owner in row.owners
+    }
 
 
 def test_v2_one_step_has_no_decode_graphs():
