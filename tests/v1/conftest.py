@@ -13,6 +13,11 @@ from vllm.distributed.graph_channels.scope import active_channel
 from vllm.v1.spec_decode import dflash, extract_hidden_states, llm_base_proposer
 from vllm.v1.worker import gpu_model_runner, graph_channels
 from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.spec_decode.autoregressive import (
+    cudagraph_utils as autoregressive,
+)
+from vllm.v1.worker.gpu.spec_decode.dflash import cudagraph as dflash_v2
 
 _DESC = SimpleNamespace(num_tokens=8, uniform=True, num_active_loras=0)
 
@@ -87,3 +92,20 @@ def no_forward_context(monkeypatch):
         monkeypatch.setattr(
             module, "set_forward_context", lambda *args, **kwargs: nullcontext()
         )
+
+
+@pytest.fixture
+def no_graphs(monkeypatch):
+    """V2's managers capture nothing, of batches that are made up."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    for module, name, stub in (
+        (cudagraph_utils, "set_graph_pool_id", lambda pool: None),
+        (cudagraph_utils, "is_global_first_rank", lambda: False),
+        (cudagraph_utils, "current_platform", MagicMock()),
+        (cudagraph_utils, "set_forward_context", lambda *a, **k: nullcontext()),
+        (cudagraph_utils, "prepare_inputs_to_capture", lambda *a, **k: (None, None)),
+        (autoregressive, "prepare_inputs_to_capture", lambda *a, **k: (None, None)),
+        (dflash_v2, "_prepare_dflash_inputs_to_capture", lambda *a, **k: (None, None)),
+    ):
+        monkeypatch.setattr(module, name, stub)

@@ -105,7 +105,7 @@ RECORDED = (
         "`AutoRegressiveSpeculator.capture`",
         (
             "tests/v1/spec_decode/test_speculator_owners.py"
-            "::test_a_v2_speculators_graphs_are_its_own"
+            "::test_every_graph_of_a_v2_speculator_runs_on_its_channel"
         ),
     ),
     (
@@ -114,7 +114,7 @@ RECORDED = (
         "`MultiModuleMTPSpeculator.capture`",
         (
             "tests/v1/spec_decode/test_speculator_owners.py"
-            "::test_a_v2_speculators_graphs_are_its_own"
+            "::test_every_graph_of_a_v2_speculator_runs_on_its_channel"
         ),
     ),
     (
@@ -122,8 +122,8 @@ RECORDED = (
         "draft_query: DFlash, DFlash2",
         "`DFlashSpeculator.capture`",
         (
-            "tests/v1/spec_decode/test_dflash_cudagraph_lifetime.py"
-            "::test_v2_graphs_are_captured_once_and_stay"
+            "tests/v1/spec_decode/test_speculator_owners.py"
+            "::test_every_graph_of_a_v2_speculator_runs_on_its_channel"
         ),
     ),
     (
@@ -131,8 +131,8 @@ RECORDED = (
         "dspark",
         "`DSparkSpeculator.capture`",
         (
-            "tests/v1/spec_decode/test_dflash_cudagraph_lifetime.py"
-            "::test_v2_graphs_are_captured_once_and_stay"
+            "tests/v1/spec_decode/test_speculator_owners.py"
+            "::test_every_graph_of_a_v2_speculator_runs_on_its_channel"
         ),
     ),
     (
@@ -173,8 +173,8 @@ SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED, WAITING = (
 )
 
 _REASONS = """\
-Recorders, on the CPU: whether the test above walks the class, in one mode or with
-managers that have no sizes. Engines, on a GPU; where none ran:
+Recorders, on the CPU: whether the test above walks the class, in every mode and over
+several sizes. Engines, on a GPU; where none ran:
 
 - *a*: the same methods open the same scopes in every mode, which only tells the sizes
   and the pieces that are captured in them; there is an engine in another mode.

@@ -3,8 +3,8 @@
 
 import gc
 import weakref
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -25,7 +25,10 @@ from vllm.distributed.graph_channels.vote import GroupClosed
 from vllm.distributed.parallel_state import get_graph_channels
 from vllm.v1.worker import graph_channels
 from vllm.v1.worker.gpu import model_runner as v2_model_runner
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
+)
 
 COVERS = (
     "vllm/v1/worker/gpu_model_runner.py",
@@ -73,32 +76,52 @@ def test_v1_without_graphs_opens_no_scope(v1_runner, communicator):  # R-A5
     assert communicator.names == []
 
 
-def test_v2_names_the_target(communicator, monkeypatch):  # R-A3
+SIZES = (4, 2, 1)
+FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize("breakable", [False, True])
+@pytest.mark.parametrize("modes", [[FULL], [PIECEWISE], [PIECEWISE, FULL]])
+def test_v2_names_the_target(
+    modes, breakable, communicator, channels, no_graphs, monkeypatch
+):  # R-A3 # R-B2
+    seen = []
+
+    def model(**inputs):
+        seen.append(str(active_channel()))
+        return torch.zeros(1, 1)
+
     runner = object.__new__(v2_model_runner.GPUModelRunner)
     manager = object.__new__(ModelCudaGraphManager)
-    manager.device = torch.device("cpu")
-    manager.use_breakable_cg = False
-    manager._capture_descs = {}
-    manager.needs_capture = lambda: True
+    manager.device, manager.vllm_config = torch.device("cpu"), None
+    manager.graphs, manager.pool, manager.hidden_states = {}, None, None
+    manager.dp_size, manager.is_first_pp_rank, manager.is_last_pp_rank = 1, True, True
+    manager.use_breakable_cg = breakable
+    manager.init_breakable_cg_runner = lambda model: None
+    manager.run_pw_graph = lambda model, inputs: model(**inputs)
+    manager._capture_descs = {
+        mode: [BatchExecutionDescriptor(mode, size, size) for size in SIZES]
+        for mode in modes
+    }
     runner.cudagraph_manager = manager
     runner.is_encoder_only = False
-    runner.model_state = SimpleNamespace(supports_mm_inputs=False)
+    runner.model, runner.model_state = model, MagicMock(supports_mm_inputs=False)
+    runner.model_state.prepare_dummy_inputs = lambda *batch: {}
+    runner.input_buffers = MagicMock()
     runner.speculator = runner.adaptive_verification = runner.lora_config = None
     runner.use_aux_hidden_state_outputs = False
-    for name in ("model", "input_buffers", "intermediate_tensors", "block_tables"):
-        setattr(runner, name, None)
+    runner.intermediate_tensors = runner.block_tables = None
     runner.attn_groups = runner.kv_cache_config = None
-
-    @contextmanager
-    def no_loras(config):
-        yield
-
-    runner.maybe_setup_dummy_loras = no_loras
+    runner.maybe_setup_dummy_loras = lambda config: nullcontext()
     monkeypatch.setattr(
         v2_model_runner, "create_lora_capture_hook", lambda config, runner: None
     )
     runner.capture_model()
-    assert communicator.names == ["vllm:target:production"]
+    name = "vllm:target:production"
+    # a warm-up and a capture of each size
+    assert seen == [name] * 2 * len(SIZES) * len(modes)
+    assert [e for e in channels.events if "enter" in e] == [f"tp enter {name}"]
+    assert communicator.names == [name]
 
 
 # V1: nothing stays of a profile ----------------------------------------------

@@ -25,6 +25,14 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SIZES = (4, 2, 1)
+# vLLM's cudagraph_mode, and what it has the loop capture, all sizes of one after those
+# of the other.
+MODES = {
+    CUDAGraphMode.PIECEWISE: [CUDAGraphMode.PIECEWISE],
+    CUDAGraphMode.FULL: [CUDAGraphMode.FULL],
+    CUDAGraphMode.FULL_DECODE_ONLY: [CUDAGraphMode.FULL],
+    CUDAGraphMode.FULL_AND_PIECEWISE: [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL],
+}
 TARGET, DRAFT = "vllm:target:production", "vllm:draft:production"
 PROPOSERS = (
     EagleProposer,
@@ -42,18 +50,29 @@ def _desc(tokens):
     )
 
 
+@pytest.fixture(params=MODES, ids=lambda mode: mode.name)
+def mode(request):
+    """vLLM's cudagraph_mode."""
+    return request.param
+
+
 @pytest.fixture
-def runner(v1_runner, no_forward_context, seen, monkeypatch):
+def runner(mode, v1_runner, no_forward_context, seen, monkeypatch):
     """The V1 runner of conftest with its own loop, and a target that is a recorder."""
     for name in ("_warmup_and_capture", "_capture_cudagraphs"):
         delattr(v1_runner, name)
     v1_runner.__class__ = type("Runner", (GPUModelRunner, Anything), {})
     v1_runner.encoder_cudagraph_manager = None
-    v1_runner.cudagraph_dispatcher.get_capture_descs = lambda: [
-        (CUDAGraphMode.PIECEWISE, [_desc(size) for size in SIZES])
-    ]
+    current = []
+
+    def capture_descs():
+        for captured in MODES[mode]:
+            current[:] = [captured]
+            yield captured, [_desc(size) for size in SIZES]
+
+    v1_runner.cudagraph_dispatcher.get_capture_descs = capture_descs
     v1_runner.compilation_config = SimpleNamespace(
-        cudagraph_mode=CUDAGraphMode.PIECEWISE,
+        cudagraph_mode=mode,
         cudagraph_num_of_warmups=1,
         cudagraph_specialize_lora=False,
     )
@@ -68,7 +87,7 @@ def runner(v1_runner, no_forward_context, seen, monkeypatch):
     v1_runner.speculative_config.enforce_eager = False
     v1_runner._determine_batch_execution_and_padding = (
         lambda num_tokens, force_eager, **batch: (
-            CUDAGraphMode.NONE if force_eager else CUDAGraphMode.PIECEWISE,
+            CUDAGraphMode.NONE if force_eager else current[0],
             _desc(num_tokens),
             False,
             None,
@@ -76,6 +95,8 @@ def runner(v1_runner, no_forward_context, seen, monkeypatch):
         )
     )
     v1_runner._get_slot_mappings = lambda **batch: (None, None)
+    v1_runner._build_attention_metadata = lambda **batch: (None, None)
+    v1_runner._get_cumsum_and_arange = lambda counts, out: counts.cumsum()
     v1_runner._init_model_kwargs = dict
     v1_runner._register_layerwise_nvtx_hooks = lambda: None
     v1_runner.synchronize_input_prep = nullcontext
@@ -90,6 +111,7 @@ def runner(v1_runner, no_forward_context, seen, monkeypatch):
     for name, stub in {
         "set_forward_context": lambda *given, **named: nullcontext(),
         "get_dcp_dummy_context_len": lambda *given: 0,
+        "prepare_dcp_dummy_context_metadata": lambda **batch: None,
         "maybe_create_ubatch_slices": lambda *given: (None, None),
         "is_global_first_rank": lambda: False,
     }.items():
@@ -98,12 +120,14 @@ def runner(v1_runner, no_forward_context, seen, monkeypatch):
 
 
 @pytest.mark.parametrize("cls", PROPOSERS, ids=lambda cls: cls.__name__)
-def test_a_draft_has_its_own_channel_beside_every_graph(runner, seen, cls, channels):
+def test_a_draft_has_its_own_channel_beside_every_graph(
+    runner, mode, seen, cls, channels
+):
     # R-B4 # C07: a warm-up and a capture of each size; a draft may take more steps
     runner.drafter = proposer_of(cls, seen)
     runner.capture_model()
     in_turn = [name for name, _ in groupby(seen)]
-    assert in_turn == [TARGET, DRAFT] * 2 * len(SIZES)
+    assert in_turn == [TARGET, DRAFT] * 2 * len(SIZES) * len(MODES[mode])
     entered = [event for event in channels.events if "enter" in event]
     assert entered[:2] == [f"tp enter {TARGET}", f"tp enter {DRAFT}"]
     # the target's scope is entered once, the draft's once a run
@@ -111,8 +135,8 @@ def test_a_draft_has_its_own_channel_beside_every_graph(runner, seen, cls, chann
     assert channels.events.count("tp synchronize") == 2
 
 
-def test_a_target_alone_has_one_channel(runner, seen, channels):  # R-A3
+def test_a_target_alone_has_one_channel(runner, mode, seen, channels):  # R-A3
     runner.speculative_config = None
     runner.capture_model()
-    assert seen == [TARGET] * 2 * len(SIZES)
+    assert seen == [TARGET] * 2 * len(SIZES) * len(MODES[mode])
     assert [e for e in channels.events if "enter" in e] == [f"tp enter {TARGET}"]
