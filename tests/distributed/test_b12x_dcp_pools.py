@@ -48,6 +48,7 @@ from vllm.distributed.graph_channels.identity import (
     Phase,
 )
 from vllm.distributed.graph_channels.report import table
+from vllm.distributed.graph_channels.scope import owner_scope
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream
 
 # Imports here, once, what every forked rank would import for itself.
@@ -238,7 +239,7 @@ def test_a_pool_made_inside_a_scope_joins_it():  # R-B3 # R-B4 # C04
             layer = here.layer()
             zeros(here, layer)
             for _ in range(3):
-                with here.ledger.scope(DRAFT):
+                with owner_scope(Owner.DRAFT):
                     zeros(here, layer)
             zeros(here, layer)
         zeros(here, layer)

@@ -32,7 +32,7 @@ from vllm.distributed.graph_channels.identity import (
     Owner,
     Phase,
 )
-from vllm.distributed.graph_channels.scope import NoScopeError
+from vllm.distributed.graph_channels.scope import NoScopeError, owner_scope
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream
 
 COVERS = (
@@ -344,7 +344,7 @@ def test_scopes_nest_and_an_owner_is_entered_again_and_again(world):  # R-B4 # C
         with capturing(here, TARGET) as record:
             for _ in range(3):
                 kept.append(record(lambda: here.group.all_reduce(target)))
-                with here.ledger.scope(DRAFT):
+                with owner_scope(Owner.DRAFT):
                     kept.append(record(lambda: here.group.all_reduce(draft)))
         wrong = 0
         for n, (graph, summed) in enumerate(kept):

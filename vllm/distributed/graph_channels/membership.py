@@ -112,7 +112,7 @@ def _second(channel_id: ChannelId, by: str = "") -> str:
 
 def _called(claimant: object) -> str:
     if isinstance(claimant, ExitStack):
-        return "another scope inside its own"
+        return "another scope; only what enters owner_scope may come again"
     if isinstance(claimant, str):
         return claimant
     named = claimant if hasattr(claimant, "__qualname__") else type(claimant)
