@@ -199,6 +199,7 @@ def test_an_entry_that_fails_leaves_nothing_entered(two, events):
 @pytest.mark.parametrize("switch", [None, "VLLM_PCIE_ALLREDUCE_BACKEND=host"])
 def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
     ledger = _ledger(names_demanded_by=switch)
+    ledger.watch(alone())  # as of a group that asks for a transport
     for _ in range(transports):
         ledger.register(RecordingTransport("tp", events), alone())
     if switch is None:
@@ -211,6 +212,57 @@ def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
         pytest.fail("the body ran")
     assert switch in str(caught.value)
     assert events == []
+
+
+def test_where_no_group_asks_for_a_transport_no_capture_is_refused():  # R-A5
+    ledger = _ledger(names_demanded_by="VLLM_PCIE_ALLREDUCE_BACKEND=host")
+    for channel_id in (TARGET, TARGET, None):
+        with ledger.scope(channel_id):
+            assert active_channel() == channel_id
+
+
+class _Draft:
+    @owner_scope(Owner.DRAFT)
+    def capture(self, then=lambda: None):
+        then()
+
+
+class _Encoder:
+    @owner_scope(Owner.ENCODER)
+    def capture(self, then=lambda: None):
+        then()
+
+
+def test_a_name_that_is_taken_inside_another_inner_scope_is_taken(two):  # R-A3
+    ledger, _, _ = two
+    draft, encoder = _Draft(), _Encoder()
+    with ledger.scope(TARGET):
+        encoder.capture(draft.capture)
+        draft.capture()
+        with pytest.raises(Refused, match=r"draft:production \(by a .*_Draft\)"):
+            _Draft().capture()
+        with pytest.raises(Refused, match=r"draft:production \(by a .*_Draft\)"):
+            encoder.capture(_Draft().capture)
+        encoder.capture()
+    with (
+        ledger.scope(ChannelId(Owner.TARGET, Phase.PROFILE)),
+        pytest.raises(Refused, match="encoder:profile"),
+    ):
+        encoder.capture(_Encoder().capture)
+    assert not open_scopes()
+
+
+def test_who_captured_is_not_kept_alive(two):
+    ledger, _, _ = two
+    draft, other = _Draft(), _Draft()
+    with ledger.scope(TARGET):
+        draft.capture()
+        with pytest.raises(Refused):
+            other.capture()
+    gone = [weakref.ref(draft), weakref.ref(other)]
+    del draft, other
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
 
 
 # Disposable captures --------------------------------------------------------

@@ -68,14 +68,16 @@ def test_an_inner_owner_alone_is_no_scope():  # R-B4
 
 
 def test_as_a_decorator_it_looks_at_each_call():  # R-B4
-    @owner_scope(Owner.DRAFT)
-    def dummy_run():
-        return active_channel()
+    class Draft:
+        @owner_scope(Owner.DRAFT)
+        def dummy_run(self):
+            return active_channel()
 
-    assert dummy_run() is None
+    draft = Draft()
+    assert draft.dummy_run() is None
     with channel_scope(TARGET):
-        assert str(dummy_run()) == "vllm:draft:production"
-    assert dummy_run() is None
+        assert str(draft.dummy_run()) == "vllm:draft:production"
+    assert draft.dummy_run() is None
 
 
 def test_the_methods_of_an_object_may_call_each_other():  # R-B4
@@ -94,6 +96,7 @@ def test_the_methods_of_an_object_may_call_each_other():  # R-B4
             outer, inner = draft.dummy_run()
             assert str(inner.channel_id) == "vllm:draft:production"
             assert inner.claimant is draft
+            assert outer.claimant is outer.members
 
 
 def test_another_thread_sees_the_open_scope():  # R-B9

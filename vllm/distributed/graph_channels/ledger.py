@@ -307,14 +307,16 @@ class Ledger:
         """Let every transport take part in a scope: see ``scope.Admission``."""
         if self._abandoned is not None:
             raise GroupClosed(f"no capture begins any more: {self._abandoned}")
+        # of one rank, no group asks for a transport, whatever the switch says
+        demanded = self.names_demanded_by and (self._watched or self._groups)
         if channel_id is None:
-            if self.names_demanded_by is not None:
+            if demanded:
                 self._refuse_on_all_ranks(
                     f"a capture without a channel_id, with {self.names_demanded_by}; "
                     "pass graph_capture(..., channel_id=ChannelId(owner, phase))"
                 )
             return
-        if self.names_demanded_by is not None or self._members:
+        if demanded or self._members:
             refusal = self._taken.refusal(channel_id, members, claimant)
             self._refuse_on_all_ranks(refusal)
         for group in self._groups:

@@ -115,5 +115,4 @@ def _called(claimant: object) -> str:
         return "another scope; only what enters owner_scope may come again"
     if isinstance(claimant, str):
         return claimant
-    named = claimant if hasattr(claimant, "__qualname__") else type(claimant)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"a {type(claimant).__module__}.{type(claimant).__qualname__}"

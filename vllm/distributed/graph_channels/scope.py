@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from vllm.distributed.graph_channels.identity import ChannelId, EagerLane, Owner
 from vllm.distributed.graph_channels.trace import span
 
+S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -118,10 +119,11 @@ class owner_scope:  # noqa: N801 (used as a function is)
     Phase and generation are the outer scope's. Where no named scope is open, as
     while serving, nothing happens. It may come any number of times inside one outer
     scope, once a batch size, for the same claimant. Another one under that name would
-    be in its buffers: where there are transports, entering refuses it, on all ranks.
+    be in its buffers: where there are transports, entering refuses it, and the ranks
+    agree on that, as those that run the same code do.
 
-    For a ``with`` block, or a decorator: then the claimant is the method's object,
-    whose methods may call each other in the scope; of a function, the function.
+    For a ``with`` block, or to decorate a method: then its object is the claimant,
+    whose methods may call each other in the scope.
 
     Args:
         owner: Who captures, or warms up to capture, inside.
@@ -134,14 +136,15 @@ class owner_scope:  # noqa: N801 (used as a function is)
         self._by = by
         self._entered = ExitStack()
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Run a function in the scope."""
-        _, _, name = function.__qualname__.rpartition("<locals>.")
+    def __call__(
+        self, method: Callable[Concatenate[S, P], R]
+    ) -> Callable[Concatenate[S, P], R]:
+        """Run a method in the scope."""
 
-        @wraps(function)
-        def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _inner_scope(self._owner, args[0] if "." in name else function):
-                return function(*args, **kwargs)
+        @wraps(method)
+        def scoped(self_: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            with _inner_scope(self._owner, self_):
+                return method(self_, *args, **kwargs)
 
         return scoped
 
