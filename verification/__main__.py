@@ -5,6 +5,8 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import verification
@@ -70,10 +72,23 @@ def _run(given: argparse.Namespace) -> int:
             deadline=given.deadline,
             at_once=given.at_once,
         )
-    receipt.write(made, given.out / "receipt.json")
-    junit.write(made, given.out / "junit.xml")
+    with _undisturbed():
+        receipt.write(made, given.out / "receipt.json")
+        junit.write(made, given.out / "junit.xml")
     print(f"{summary(made)}\n{given.out / 'receipt.json'}")
     return 0 if made.green else 1
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Not stopped, however often somebody asks."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _file(named: str) -> str:

@@ -2,7 +2,8 @@
 """What the README says of GPUs, and which machines have shown it: docs/verified.md.
 
 A claim is shown by tests. A receipt shows it if the tests of the claim are in it and
-passed, every one; what was skipped or not run shows nothing.
+passed, every one; what was skipped or not run shows nothing. One in which a test failed
+shows that it does not hold, until a newer one shows that it does.
 """
 
 from collections.abc import Callable, Mapping
@@ -109,8 +110,11 @@ def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) ->
 
 def _cell(newest: list[tuple[str, Receipt]], claim: Claim) -> str:
     for path, receipt in newest:
+        where = f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
         if shows(receipt, claim):
-            return f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
+            return where
+        if denies(receipt, claim):
+            return f"**failed** {where}"
     return "not run"
 
 
@@ -125,6 +129,15 @@ def shows(receipt: Receipt, claim: Claim) -> bool:
     return not any(
         fnmatchcase(leak.file + "::", pattern.split("::")[0] + "::")
         for leak in receipt.leaks
+        for pattern in claim.tests
+    )
+
+
+def denies(receipt: Receipt, claim: Claim) -> bool:
+    """Whether a test of a claim failed or hung in a receipt."""
+    return any(
+        test.outcome in (Outcome.FAILED, Outcome.HUNG) and fnmatchcase(test.id, pattern)
+        for test in receipt.tests
         for pattern in claim.tests
     )
 

@@ -39,6 +39,7 @@ def run(
         The receipt, whether all was well or not; after Ctrl-C, with what had run.
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    digest = tree_digest(root)
     tests: list[Test] = []
     leaks: list[Leak] = []
     unrun = ""
@@ -59,7 +60,6 @@ def run(
                 leaks.append(Leak(file, processes, gpu_bytes))
         if stop.is_set():
             unrun = session.INTERRUPTED
-    digest = tree_digest(root)
     return Receipt(started, digest, machine, required_gpus, tests, leaks)
 
 

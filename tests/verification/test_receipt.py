@@ -87,6 +87,16 @@ def test_a_claim_needs_every_one_of_its_tests():
     assert not claims.shows(made(leaks=[Leak("tests/a.py", [], [9])]), BOTH)
 
 
+def test_the_page_says_what_failed_until_it_passes():
+    broken = made(tests=[replace(TESTS[0], outcome=Outcome.FAILED, reason="x")])
+    older = made(started="2026-11-01T10:00:00+00:00")
+    page = claims.page({"old.json": older, "new.json": broken}, (BOTH,))
+    assert "| sums | **failed** [2026-12-02](new.json), 1 × NVIDIA H200 |" in page
+    newer = made(started="2026-12-03T10:00:00+00:00")
+    page = claims.page({"old.json": broken, "new.json": newer}, (BOTH,))
+    assert "| sums | [2026-12-03](new.json), 1 × NVIDIA H200 |" in page
+
+
 def test_the_page_says_where_each_claim_was_shown_last():
     older = made(started="2026-11-01T10:00:00+00:00")
     page = claims.page({"old.json": older, "new.json": made()}, (BOTH,))

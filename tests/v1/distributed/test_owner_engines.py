@@ -2,9 +2,25 @@
 """What is asked of whole engines can fail: on answers made up by hand."""
 
 import pytest
+import torch
 
-from tests.engines import Answer, Decoded
-from tests.v1.owner_engines import EAGER, STEPS, TARGET, WORK, see_the_same
+from tests.engines import Answer, Decoded, Made
+from tests.proposals import Proposals
+from tests.replays import Replays
+from tests.v1.owner_engines import (
+    EAGER,
+    STEPS,
+    TARGET,
+    WORK,
+    see_lossless,
+    see_made,
+    see_the_same,
+    wrong_sums,
+)
+from tests.v1.owner_rows import ROWS
+from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
+from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
+from vllm.distributed.graph_channels.scope import channel_scope, owner_scope
 
 PROFILE = TARGET.replace("production", "profile")
 AGAIN = f"{TARGET}:2"
@@ -83,3 +99,111 @@ def test_a_draft_that_is_accepted_or_proposes_otherwise_does_not(change):
     nccl = [_answer(**ON_NCCL)] * 2
     with pytest.raises(AssertionError):
         see_the_same(b12x, nccl, ["target"], "FULL_DECODE_ONLY")
+
+
+def test_a_table_elsewhere_does_not():  # R-A5
+    for b12x, nccl in (
+        ([_answer(RIGHT), _answer(RIGHT)], [_answer(**ON_NCCL)] * 2),
+        ([_answer(RIGHT), _answer()], [_answer(recorded={}, table=RIGHT)] * 2),
+    ):
+        with pytest.raises(AssertionError):
+            see_the_same(b12x, nccl, ["target"], "FULL_DECODE_ONLY")
+
+
+def test_other_graphs_than_on_nccl_do_not():
+    b12x = [_answer(RIGHT, captured={TARGET: 4}), _answer(captured={TARGET: 4})]
+    with pytest.raises(AssertionError):
+        see_the_same(b12x, [_answer(**ON_NCCL)] * 2, ["target"], "FULL_DECODE_ONLY")
+
+
+PLAIN = [[n] * length for n, length in enumerate(WORK.lengths)]
+
+
+def test_a_draft_that_changes_nothing_passes():
+    see_lossless([_answer(arrived=[[2] * STEPS])], [PLAIN])
+    # those without are not as far
+    see_lossless([_answer(arrived=[[2] * STEPS])], [[one[:5] for one in PLAIN]])
+
+
+@pytest.mark.parametrize(
+    ("plain", "changes"),
+    [
+        ([[*one[:5], 99] for one in PLAIN], {}),
+        ([[] for _ in PLAIN], {}),
+        ([[*one, 1] for one in PLAIN], {}),
+        (PLAIN[1:], {}),
+        (PLAIN, {"proposed": [[[0]]] * (STEPS // 2)}),
+        (PLAIN, {"arrived": [[1] * STEPS]}),
+    ],
+    ids=["other tokens", "none", "fewer", "fewer prompts", "unproposed", "unaccepted"],
+)
+def test_a_draft_that_changes_tokens_or_does_nothing_does_not(plain, changes):
+    with pytest.raises((AssertionError, ValueError)):
+        see_lossless([_answer(**{"arrived": [[2] * STEPS]} | changes)], [plain])
+
+
+def test_an_engine_has_to_be_what_its_row_is_called():
+    row = ROWS["V2, DFlash2, FULL_DECODE_ONLY"]
+    runner = "vllm.v1.worker.gpu.model_runner"
+    see_made(row, [_answer()._replace(made=Made(runner, "DFlash2Speculator"))])
+    for wrong in (
+        Made(runner, "DFlashSpeculator"),
+        Made(runner, None),
+        Made("vllm.v1.worker.gpu_model_runner", "DFlash2Speculator"),
+    ):
+        with pytest.raises(AssertionError):
+            see_made(row, [_answer()._replace(made=wrong)])
+
+
+def test_proposals_are_what_they_were():
+    class Drafter:
+        tokens = torch.zeros(2, 2, dtype=torch.int64)
+
+        def propose(self, batch, scale=1):
+            self.tokens += scale
+            return self.tokens[:batch]
+
+    drafter = Drafter()
+    proposals = Proposals(drafter)
+    drafter.propose(2)
+    drafter.propose(1, scale=2)
+    assert proposals.take() == [[[1, 1], [1, 1]], [[3, 3]]]
+    assert proposals.take() == []
+
+
+def test_replays_are_told_by_the_innermost_scope_of_their_capture(monkeypatch):
+    class Graph:
+        def capture_begin(self, pool=None):
+            pass
+
+        def replay(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    replays = Replays()
+    graphs = [Graph() for _ in range(4)]
+    with channel_scope(ChannelId(Owner.TARGET, Phase.PRODUCTION)):
+        graphs[0].capture_begin()
+        with owner_scope(Owner.DRAFT):
+            graphs[1].capture_begin(pool=1)
+            graphs[2].capture_begin()
+    graphs[3].capture_begin()
+    assert replays.captured == {TARGET: 1, DRAFT: 2, "None": 1}
+    graphs[1].replay()
+    graphs[1].replay()
+    assert replays.take() == {DRAFT}
+    graphs[0].replay()
+    graphs[3].replay()
+    assert replays.take() == {TARGET, "None"}
+    assert replays.take() == set()
+
+
+def test_sums_are_made_wrong_for_one_owner(monkeypatch):
+    monkeypatch.setattr(B12xAllReduce, "all_reduce", lambda self, total: total.clone())
+    wrong_sums("draft")
+    transport, ones = object.__new__(B12xAllReduce), torch.ones(2, 4)
+    with channel_scope(ChannelId(Owner.TARGET, Phase.PRODUCTION)):
+        assert torch.equal(transport.all_reduce(ones), ones)
+        with owner_scope(Owner.DRAFT):
+            assert transport.all_reduce(ones).tolist() == [[0, 1, 0, 1]] * 2
+    assert torch.equal(transport.all_reduce(ones), ones)
