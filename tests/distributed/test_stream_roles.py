@@ -10,9 +10,12 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.distributed.test_graph_channels_ranks import on_ranks
+from tests.host import Stream
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.device_communicators import b12x_channels
 from vllm.distributed.device_communicators.b12x_pcie_all_reduce import B12xAllReduce
+from vllm.distributed.device_communicators.host_graphs import RecordedGraph
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.scope import active_channel, channel_scope
 from vllm.distributed.graph_channels.stream_roles import auxiliary_stream, stream_role
@@ -232,3 +235,65 @@ def test_micro_batches_are_marked_in_both_ways_to_run(wrapper, channel_id):
             assert run(batches, model).tolist() == [0, 0, 1, 1]
     assert roles == [("a micro-batch", channel_id)] * 4
     assert stream_role() is None
+
+
+class InTurn(MicroBatch):
+    """A micro-batch that computes when the one before it has, as vLLM hands over."""
+
+    then = None
+
+    def __enter__(self):
+        self._ready.wait()
+        assert self.cpu_wait_event.wait(SECONDS)
+
+    def __exit__(self, *raised):
+        if self.then is not None:
+            self.then.cpu_wait_event.set()
+        return False
+
+
+def test_micro_batches_of_a_graph_reduce_on_their_owners_channel(wrapper, monkeypatch):
+    # R-B8 # R-B9 # C12: on two ranks, from threads that opened no scope
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda graph, **named: graph.capture(), raising=False
+    )
+
+    def body(rank):
+        monkeypatch.setattr(
+            torch.cuda, "CUDAGraph", lambda: RecordedGraph(rank.transport)
+        )
+        owners = {}
+        for owner in (Owner.TARGET, Owner.DRAFT):
+            numbers, totals = [torch.zeros(9) for _ in range(2)], []
+
+            def model(*, input_ids, numbers=numbers, totals=totals, **others):
+                number = numbers[int(input_ids[0])]
+                totals.append(rank.transport.all_reduce(number))
+                return input_ids
+
+            first, second = (InTurn(n, wrapper.ready_barrier) for n in range(2))
+            first.then = second
+            wrapper.cudagraphs.clear()
+            with rank.ledger.scope(ChannelId(owner, Phase.PRODUCTION)):
+                wrapper._capture_ubatches([first, second], model)
+            (captured,) = wrapper.cudagraphs.values()
+            owners[owner] = captured.cudagraph, numbers, totals
+        for turn in range(20):
+            # ranks replay in opposite orders, on threads as a GPU's streams would
+            launched = [Stream() for _ in owners]
+            for at, (_, numbers, _) in enumerate(owners.values()):
+                for n, number in enumerate(numbers):
+                    number.fill_(100 * turn + 10 * at + n + rank.rank)
+            in_turn = [*owners.values()][:: 1 if rank.rank == 0 else -1]
+            for stream, (graph, *_) in zip(launched, in_turn, strict=True):
+                stream.launch(graph.replay)
+            for stream in launched:
+                stream.end()
+            for at, (*_, totals) in enumerate(owners.values()):
+                for n, total in enumerate(totals):
+                    assert total.tolist() == [2 * (100 * turn + 10 * at + n) + 1] * 9
+        recorded = rank.transport.recorded()
+        return {str(name): count for name, count in recorded.items()}
+
+    names = ("vllm:target:production", "vllm:draft:production")
+    assert on_ranks(2, body) == [dict.fromkeys(names, 2)] * 2

@@ -87,10 +87,10 @@ RECORDED = (
     (
         "V1",
         "target, DBO micro-batches",
-        "`UBatchWrapper._capture_ubatches`",
+        "`UBatchWrapper._capture_ubatches`, and replays on two host ranks",
         (
             "tests/distributed/test_stream_roles.py"
-            "::test_micro_batches_are_marked_in_both_ways_to_run"
+            "::test_micro_batches_of_a_graph_reduce_on_their_owners_channel"
         ),
     ),
     (
