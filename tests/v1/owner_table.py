@@ -6,6 +6,7 @@ tests/v1/worker/test_owner_table.py holds the document to it, and it to the test
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from tests.v1.distributed import test_b12x_encoder as encoder
@@ -261,6 +262,7 @@ UNCAPTURED_OWNERS = {
 _BAD = {receipt.Outcome.FAILED, receipt.Outcome.HUNG}
 
 
+@cache
 def ran() -> dict[str, str]:
     """Engines that ran on somebody's GPUs: the last receipt that has each, and how."""
     tests = {ENCODER_TEST, *(test for _, test in _TESTS)}
