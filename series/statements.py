@@ -109,7 +109,8 @@ def enclose(
     place, _ = one_function(module, function)
     block, at = one_statement(place, statement)
     item = cst.WithItem(item=cst.parse_expression(context))
-    entered = [other.item for around in withs(place) for other in around.items]
+    around_it = [around.items for around in withs(place) if around.body is block]
+    entered = [other.item for items in around_it for other in items]
     if any(item.item.deep_equals(other) for other in entered):
         raise already(f"{statement} in {context} in {function}", f"a `with {context}`")
     line = cst.ensure_type(block.body[at], cst.SimpleStatementLine)

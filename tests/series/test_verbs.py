@@ -390,6 +390,22 @@ HITS = {
                 return 2
         """,
     ),
+    "a statement in a context that another is in": (
+        enclose(function="f", statement="go", context="scope()"),
+        """
+        def f():
+            with scope():
+                come()
+            go()
+        """,
+        """
+        def f():
+            with scope():
+                come()
+            with scope():
+                go()
+        """,
+    ),
     "decorator, outside the others": (
         add_decorator(function="C.f", decorator="scope(Owner.DRAFT)"),
         """

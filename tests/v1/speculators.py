@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import torch
 
 from vllm.distributed.graph_channels.scope import active_channel
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.autoregressive.cudagraph_utils import (
     SpeculatorCudaGraphManager,
 )
@@ -17,6 +18,20 @@ MANAGERS = {
     "cudagraph_manager": SpeculatorCudaGraphManager,
     "query_cudagraph_manager": DFlashCudaGraphManager,
 }
+
+
+SIZES = (4, 2, 1)
+
+
+def give_sizes(manager, modes, breakable):
+    """Let a V2 manager without a GPU capture batches of ``SIZES``, in each mode."""
+    manager.graphs, manager.pool, manager.dp_size = {}, None, 1
+    manager.max_num_reqs, manager.use_breakable_cg = max(SIZES), breakable
+    manager.init_breakable_cg_runner = lambda model: None
+    manager._capture_descs = {
+        mode: [BatchExecutionDescriptor(mode, size, size) for size in SIZES]
+        for mode in modes
+    }
 
 
 class Anything:

@@ -2,8 +2,6 @@
 """V2 graph managers hand their owner's name to graph_capture."""
 
 import inspect
-from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
@@ -14,7 +12,6 @@ from tests.utils import import_all, with_subclasses
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.scope import active_channel
-from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     CudaGraphManager,
@@ -87,20 +84,13 @@ FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
     ("mode", "breakable"), [(FULL, False), (PIECEWISE, False), (PIECEWISE, True)]
 )
 def test_warm_up_and_capture_run_in_the_owners_scope(
-    mode, breakable, communicator, monkeypatch
+    mode, breakable, communicator, no_graphs
 ):  # R-B2 # C09
     desc = BatchExecutionDescriptor(mode, num_tokens=1, num_reqs=1)
     seen = []
 
     def create_forward_fn(desc, warmup):
         return lambda mode: seen.append((warmup, mode, str(active_channel())))
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
-    monkeypatch.setattr(cudagraph_utils, "set_graph_pool_id", lambda pool: None)
-    monkeypatch.setattr(cudagraph_utils, "is_global_first_rank", lambda: False)
-    platform = SimpleNamespace(graph_pool_handle=lambda: None)
-    monkeypatch.setattr(cudagraph_utils, "current_platform", platform)
 
     manager = _manager(CudaGraphManager)
     manager._capture_descs = {mode: [desc]}

@@ -8,17 +8,20 @@ import pytest
 import vllm.v1.spec_decode
 import vllm.v1.worker.gpu.spec_decode
 from tests.utils import import_all, with_subclasses
-from tests.v1.speculators import MANAGERS, proposer_of, speculator_of
+from tests.v1.speculators import (
+    MANAGERS,
+    SIZES,
+    give_sizes,
+    proposer_of,
+    speculator_of,
+)
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import ChannelId, Owner, Phase
 from vllm.distributed.graph_channels.scope import active_channel, channel_scope
 from vllm.v1.spec_decode.dflash import DFlashProposer
 from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    CudaGraphManager,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.autoregressive.speculator import (
     AutoRegressiveSpeculator,
 )
@@ -65,7 +68,6 @@ def _expected(cls):
 
 
 SPECULATORS = _speculators()
-SIZES = (4, 2, 1)
 # What a speculator captures, by the names it has for it.
 FORWARD = ("_prefill", "_generate_draft", "_generate_drafts", "_generate_fused_drafts")
 
@@ -81,14 +83,7 @@ def test_every_graph_of_a_v2_speculator_runs_on_its_channel(
     for name in FORWARD:
         setattr(speculator, name, lambda *batch: seen.append(str(active_channel())))
     for attribute in MANAGERS:
-        manager = getattr(speculator, attribute)
-        manager.graphs, manager.pool, manager.dp_size = {}, None, 1
-        manager.max_num_reqs, manager.use_breakable_cg = max(SIZES), breakable
-        manager.init_breakable_cg_runner = lambda model: None
-        manager._capture_descs = {
-            mode: [BatchExecutionDescriptor(mode, size, size) for size in SIZES]
-            for mode in modes
-        }
+        give_sizes(getattr(speculator, attribute), modes, breakable)
     speculator.capture()
     # a warm-up and a capture of each size
     each = 2 * len(SIZES) * len(modes)

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.v1.speculators import SIZES, give_sizes
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config.compilation import CUDAGraphMode
@@ -25,10 +26,7 @@ from vllm.distributed.graph_channels.vote import GroupClosed
 from vllm.distributed.parallel_state import get_graph_channels
 from vllm.v1.worker import graph_channels
 from vllm.v1.worker.gpu import model_runner as v2_model_runner
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    ModelCudaGraphManager,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 COVERS = (
     "vllm/v1/worker/gpu_model_runner.py",
@@ -76,7 +74,6 @@ def test_v1_without_graphs_opens_no_scope(v1_runner, communicator):  # R-A5
     assert communicator.names == []
 
 
-SIZES = (4, 2, 1)
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 
 
@@ -94,15 +91,10 @@ def test_v2_names_the_target(
     runner = object.__new__(v2_model_runner.GPUModelRunner)
     manager = object.__new__(ModelCudaGraphManager)
     manager.device, manager.vllm_config = torch.device("cpu"), None
-    manager.graphs, manager.pool, manager.hidden_states = {}, None, None
-    manager.dp_size, manager.is_first_pp_rank, manager.is_last_pp_rank = 1, True, True
-    manager.use_breakable_cg = breakable
-    manager.init_breakable_cg_runner = lambda model: None
+    give_sizes(manager, modes, breakable)
+    manager.is_first_pp_rank = manager.is_last_pp_rank = True
+    manager.hidden_states = None
     manager.run_pw_graph = lambda model, inputs: model(**inputs)
-    manager._capture_descs = {
-        mode: [BatchExecutionDescriptor(mode, size, size) for size in SIZES]
-        for mode in modes
-    }
     runner.cudagraph_manager = manager
     runner.is_encoder_only = False
     runner.model, runner.model_state = model, MagicMock(supports_mm_inputs=False)

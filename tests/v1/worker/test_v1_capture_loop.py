@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.v1.speculators import Anything, proposer_of
+from tests.v1.speculators import SIZES, Anything, proposer_of
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.scope import active_channel
 from vllm.v1.spec_decode.dflash import DFlashProposer
@@ -24,7 +24,6 @@ from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-SIZES = (4, 2, 1)
 # vLLM's cudagraph_mode, and what it has the loop capture, all sizes of one after those
 # of the other.
 MODES = {

@@ -119,8 +119,7 @@ class owner_scope:  # noqa: N801 (used as a function is)
     Phase and generation are the outer scope's. Where no named scope is open, as
     while serving, nothing happens. It may come any number of times inside one outer
     scope, once a batch size, for the same claimant. Another one under that name would
-    be in its buffers: where there are transports, entering refuses it, and the ranks
-    agree on that, as those that run the same code do.
+    be in its buffers.
 
     For a ``with`` block, or to decorate a method: then its object is the claimant,
     whose methods may call each other in the scope.
@@ -129,6 +128,10 @@ class owner_scope:  # noqa: N801 (used as a function is)
         owner: Who captures, or warms up to capture, inside.
         by: The claimant, an object of which each owner has one. Blocks that name none
             are one claimant.
+
+    Raises:
+        Refused: On entry, where there are transports: the name is another's, or an
+            open scope's. Ranks that run the same code agree on it together.
     """
 
     def __init__(self, owner: Owner, by: object = "a with block") -> None:
