@@ -120,15 +120,15 @@ def test_what_a_test_leaves_is_found_killed_and_named(written):
                 start_new_session=True, stdout=subprocess.DEVNULL,
             )
     """)
-    used = iter([[100, 7], *[[100 + (65 << 20), 7]] * 10_000])
+    used = iter([[100, 7], *[[100 + (129 << 20), 7]] * 10_000])
     made = run(Path(), [file], Machine([], {}), lambda: next(used), deadline=20)
     (leak,) = made.leaks
     assert leak.file == file and len(leak.processes) == 1
     assert "time.sleep(999)" in leak.processes[0]
-    assert leak.gpu_bytes == [65 << 20, 0]
+    assert leak.gpu_bytes == [129 << 20, 0]
     assert not made.green
     said = summary(made)
-    assert "time.sleep(999)" in said and f"{65 << 20} bytes on GPU 0" in said
+    assert "time.sleep(999)" in said and f"{129 << 20} bytes on GPU 0" in said
     assert "time.sleep(999)" not in " ".join(
         Path(f"/proc/{name}/cmdline").read_text()
         for name in os.listdir("/proc")
@@ -151,7 +151,7 @@ def test_files_run_at_once_and_share_what_is_lost(written):
             """)
         )
     files = ["test_one.py", "test_two.py", written("def test_alone(): pass")]
-    used = iter([[0], *[[65 << 20]] * 10_000])
+    used = iter([[0], *[[129 << 20]] * 10_000])
     made = run(
         Path(), files, Machine([], {}), lambda: next(used), deadline=90, at_once=2
     )
@@ -161,12 +161,12 @@ def test_files_run_at_once_and_share_what_is_lost(written):
         "test_alone": Outcome.PASSED,
     }
     assert [(leak.file, leak.gpu_bytes) for leak in made.leaks] == [
-        (file, [65 << 20]) for file in files[:2]
+        (file, [129 << 20]) for file in files[:2]
     ]
 
 
 def test_memory_that_comes_back_late_is_none_that_is_lost():
-    used = iter([[70 << 20], [70 << 20], [1 << 20], [1 << 20]])
+    used = iter([[130 << 20], [130 << 20], [1 << 20], [1 << 20]])
     assert await_memory(lambda: next(used), [0], 5) == []
 
 
