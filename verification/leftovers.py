@@ -15,8 +15,8 @@ import psutil
 _VARIABLE = "GRAPH_CHANNELS_TEST_RUN"
 # The driver frees a dead process's memory a moment after its end.
 _GRACE_SECONDS = 10.0
-# What a driver or an MPS server may keep for itself, a GPU: 76 MiB the latter on an H200.
-# A process that is still there holds a context, of several times this.
+# What a driver may keep for itself, a GPU, or an MPS server: 76 MiB on an H200. A
+# process that is still there holds a context, of several times this.
 _TOLERATED_BYTES = 128 << 20
 
 
