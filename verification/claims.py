@@ -2,12 +2,14 @@
 """What the README says of GPUs, and which machines have shown it: docs/verified.md.
 
 A claim is shown by tests. A receipt shows it if the tests of the claim are in it and
-passed, every one; what was skipped or not run shows nothing. One in which a test failed
-shows that it does not hold, until a newer one shows that it does.
+passed, every one, and their files left nothing behind; what was skipped or not run
+shows nothing. One in which a test failed shows that it does not hold, until a newer one
+shows that it does.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from fnmatch import fnmatchcase
 
 from verification.receipt import Gpu, Machine, Outcome, Receipt
@@ -36,8 +38,9 @@ CLAIMS = (
     ),
     Claim(
         "engines of both runners give NCCL's tokens, and others when sums are wrong",
-        (_ENGINES, _MEASURED, _WRONG_SUMS),
+        (_ENGINES, _WRONG_SUMS),
     ),
+    Claim("an engine that has measured memory gives NCCL's tokens", (_MEASURED,)),
     Claim(
         "each kind of draft, and an encoder, has its channel in an engine",
         (
@@ -110,36 +113,33 @@ def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) ->
 
 def _cell(newest: list[tuple[str, Receipt]], claim: Claim) -> str:
     for path, receipt in newest:
-        where = f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
-        if shows(receipt, claim):
-            return where
-        if denies(receipt, claim):
-            return f"**failed** {where}"
+        if (found := verdict(receipt, claim)) is not None:
+            where = f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
+            return f"{found}{where}"
     return "not run"
 
 
-def shows(receipt: Receipt, claim: Claim) -> bool:
-    """Whether all tests of a claim are in a receipt and passed there."""
-    for pattern in claim.tests:
-        outcomes = {
-            test.outcome for test in receipt.tests if fnmatchcase(test.id, pattern)
-        }
-        if outcomes != {Outcome.PASSED}:
-            return False
-    return not any(
-        fnmatchcase(leak.file + "::", pattern.split("::")[0] + "::")
-        for leak in receipt.leaks
-        for pattern in claim.tests
-    )
+class Verdict(StrEnum):
+    """What a receipt says of a claim, as the page has it before the receipt."""
+
+    SHOWN = ""
+    LEFT = "passed, **left something** "
+    FAILED = "**failed** "
 
 
-def denies(receipt: Receipt, claim: Claim) -> bool:
-    """Whether a test of a claim failed or hung in a receipt."""
-    return any(
-        test.outcome in (Outcome.FAILED, Outcome.HUNG) and fnmatchcase(test.id, pattern)
-        for test in receipt.tests
+def verdict(receipt: Receipt, claim: Claim) -> Verdict | None:
+    """What a receipt says of a claim, None if it says nothing."""
+    outcomes = [
+        {test.outcome for test in receipt.tests if fnmatchcase(test.id, pattern)}
         for pattern in claim.tests
-    )
+    ]
+    if any(found & {Outcome.FAILED, Outcome.HUNG} for found in outcomes):
+        return Verdict.FAILED
+    if any(found != {Outcome.PASSED} for found in outcomes):
+        return None
+    files = {pattern.partition("::")[0] for pattern in claim.tests}
+    left = any(leak.file in files for leak in receipt.leaks)
+    return Verdict.LEFT if left else Verdict.SHOWN
 
 
 def _named(machine: Machine) -> str:

@@ -264,18 +264,20 @@ _BAD = {receipt.Outcome.FAILED, receipt.Outcome.HUNG}
 
 @cache
 def ran() -> dict[str, str]:
-    """Engines that ran on somebody's GPUs: the last receipt that has each, and how."""
-    tests = {ENCODER_TEST, *(test for _, test in _TESTS)}
+    """Engines that ran on somebody's GPUs: the last receipt that has each, and how.
+
+    A row that has moved to another test ran only where that one did.
+    """
+    names = {f"{test}[{name}]": name for name, _, test in _driven()}
     found = {path: receipt.read(path) for path in _RECEIPTS.glob("*.json")}
     last: dict[str, str] = {}
     for path, made in sorted(found.items(), key=lambda item: item[1].started):
         where = f"[{made.started[:10]}](receipts/{path.name})"
         for test in made.tests:
-            function, _, name = test.id.partition("[")
-            if function in tests and test.outcome is receipt.Outcome.PASSED:
-                last[name.rstrip("]")] = where
-            elif function in tests and test.outcome in _BAD:
-                last[name.rstrip("]")] = f"{FAILED} {where}"
+            if test.id in names and test.outcome is receipt.Outcome.PASSED:
+                last[names[test.id]] = where
+            elif test.id in names and test.outcome in _BAD:
+                last[names[test.id]] = f"{FAILED} {where}"
     return last
 
 
@@ -353,13 +355,10 @@ for the encoder, test_b12x_encoder.py). That owners are apart is shown by what w
 recorded on each channel, and by replays at once in test_b12x_fused_all_reduce.py, not
 by tokens.
 
-Where one ran, the receipt says on what, and of which sources (`tree`). Those of
-2026-12-03 are older than some of this. Since then the object that captures tells inner
-owners apart, and the V1 runner opens the encoder's scope itself. Tests ask also which
-runner and which class of draft was made, and whether batches shrink, and make sums
-wrong for more than the three owners of V2's EAGLE (which were seen). "V1, compiled
-FULL_AND_PIECEWISE" failed, since it measures memory and others ran beside it; it has a
-file of its own now.
+Where one ran, the receipt says on what, and of which sources (`tree`). What that of
+2026-12-03 says was left is the MPS server's own memory, as was seen after the run.
+"V1, compiled FULL_AND_PIECEWISE", which measures memory and so runs by itself, passed
+there on that day as well; the machine was lost, and the receipt with it.
 """
 
 _COMBINATIONS = """
@@ -387,15 +386,17 @@ _LEFT = """
 
 def engines() -> Iterator[Sequence[str]]:
     """Of each whole engine: its name, its owners, where it ran, and its test."""
+    for name, owners, test in _driven():
+        where = ran().get(name, "not run")
+        yield name, ", ".join(sorted(owners)), where, f"`{test}`"
+
+
+def _driven() -> Iterator[tuple[str, Iterable[str], str]]:
     for rows, test in _TESTS:
         for name, row in rows.items():
-            yield _engine(name, row.owners, test)
+            yield name, row.owners, test
     for name in encoder.ENGINES:
-        yield _engine(name, encoder.OWNERS, ENCODER_TEST)
-
-
-def _engine(name: str, owners: Iterable[str], test: str) -> Sequence[str]:
-    return name, ", ".join(sorted(owners)), ran().get(name, "not run"), f"`{test}`"
+        yield name, encoder.OWNERS, ENCODER_TEST
 
 
 def _table(*rows: Sequence[str]) -> str:

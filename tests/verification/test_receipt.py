@@ -81,10 +81,16 @@ def test_junit_has_killed_tests_and_what_was_left(tmp_path):
 
 
 def test_a_claim_needs_every_one_of_its_tests():
-    assert claims.shows(made(), BOTH)
-    assert not claims.shows(made(), claims.Claim("", ("tests/b.py::*",)))
-    assert not claims.shows(made(), claims.Claim("", (*BOTH.tests, "tests/c.py::*")))
-    assert not claims.shows(made(leaks=[Leak("tests/a.py", [], [9])]), BOTH)
+    other = claims.Claim("", ("tests/b.py::*",))
+    missing = claims.Claim("", (*BOTH.tests, "tests/c.py::*"))
+    skipped = claims.Claim("", (*BOTH.tests, "tests/b.py::test_z"))
+    left = made(leaks=[Leak("tests/a.py", [], [9])])
+    assert claims.verdict(made(), BOTH) is claims.Verdict.SHOWN
+    assert claims.verdict(made(), other) is claims.Verdict.FAILED
+    assert claims.verdict(made(), missing) is None
+    assert claims.verdict(made(), skipped) is None
+    assert claims.verdict(left, BOTH) is claims.Verdict.LEFT
+    assert claims.verdict(made(leaks=[Leak("tests/b.py", [], [9])]), BOTH) == ""
 
 
 def test_the_page_says_what_failed_until_it_passes():
@@ -95,6 +101,9 @@ def test_the_page_says_what_failed_until_it_passes():
     newer = made(started="2026-12-03T10:00:00+00:00")
     page = claims.page({"old.json": broken, "new.json": newer}, (BOTH,))
     assert "| sums | [2026-12-03](new.json), 1 × NVIDIA H200 |" in page
+    newer.leaks.append(Leak("tests/a.py", ["sleep 9"], [0]))
+    page = claims.page({"old.json": broken, "new.json": newer}, (BOTH,))
+    assert "| sums | passed, **left something** [2026-12-03](new.json), 1" in page
 
 
 def test_the_page_says_where_each_claim_was_shown_last():

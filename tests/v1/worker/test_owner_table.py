@@ -11,6 +11,8 @@ import pytest
 
 from tests.v1 import owner_table
 from tests.v1.owner_rows import SPECULATORS
+from verification import receipt
+from verification.receipt import Gpu, Machine, Outcome, Receipt, Test
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.graph_channels.identity import Owner
 from vllm.v1.worker.gpu.spec_decode import init_speculator
@@ -56,6 +58,33 @@ def test_every_owner_has_an_engine():  # R-A3
 
 def test_what_ran_is_of_engines_there_are():
     assert {name for name, *_ in owner_table.engines()} >= set(owner_table.ran())
+
+
+def test_the_last_receipt_of_a_rows_own_test_counts(tmp_path, monkeypatch):
+    name, other, moved = list(owner_table.TARGETS)[:3]
+    own = owner_table.TARGETS_TEST
+    for day, tests in (
+        ("02", [(f"{own}[{name}]", "failed"), (f"{own}[{other}]", "passed")]),
+        ("03", [(f"{own}[{name}]", "passed"), (f"{own}[{other}]", "hung")]),
+        ("04", [(f"tests/test_elsewhere.py::test_it[{moved}]", "failed")]),
+        ("05", [(f"{own}[{name}]", "not run")]),
+    ):
+        made = Receipt(
+            f"2026-12-{day}T10:00:00+00:00",
+            "0" * 64,
+            Machine([Gpu("a GPU", 1, "12.0")], {}),
+            0,
+            [
+                Test(test, Outcome(how), 1.0, "" if how == "passed" else "why")
+                for test, how in tests
+            ],
+            [],
+        )
+        receipt.write(made, tmp_path / f"{day}.json")
+    monkeypatch.setattr(owner_table, "_RECEIPTS", tmp_path)
+    where = "[2026-12-03](receipts/03.json)"
+    found = owner_table.ran.__wrapped__()
+    assert found == {name: where, other: f"{owner_table.FAILED} {where}"}
 
 
 def test_every_engine_without_an_encoder_has_its_cell():
