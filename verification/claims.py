@@ -97,7 +97,8 @@ def page(receipts: Mapping[str, Receipt], claims: tuple[Claim, ...] = CLAIMS) ->
         "",
         "`python -m verification page` makes this from the [receipts](receipts/) that",
         "`make test-gpu` wrote on somebody's GPUs. Tests have two ranks, four or more;",
-        "where there are fewer GPUs, ranks share them.",
+        "where there are fewer GPUs, ranks share them. The receipt says what was left",
+        "behind; of a claim that has none, the README says whether it ran.",
         "",
         f"| claim | {' | '.join(_PLACES)} |",
         "|---|" + "---|" * len(_PLACES),
@@ -116,7 +117,7 @@ def _cell(newest: list[tuple[str, Receipt]], claim: Claim) -> str:
         if (found := verdict(receipt, claim)) is not None:
             where = f"[{receipt.started[:10]}]({path}), {_named(receipt.machine)}"
             return f"{found}{where}"
-    return "not run"
+    return "no receipt"
 
 
 class Verdict(StrEnum):

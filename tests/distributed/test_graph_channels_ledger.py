@@ -195,6 +195,20 @@ def test_an_entry_that_fails_leaves_nothing_entered(two, events):
     ]
 
 
+def test_an_entry_that_is_not_begun_takes_no_name(two):  # R-A3
+    ledger, tp, _ = two
+
+    def refuse(channel_id):
+        raise RuntimeError("its lane serves another stream")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tp, "capture", refuse)
+        with pytest.raises(RuntimeError, match="another stream"), ledger.scope(TARGET):
+            pytest.fail("the body ran")
+    with ledger.scope(TARGET):
+        assert active_channel() == TARGET
+
+
 @pytest.mark.parametrize("transports", [0, 1])
 @pytest.mark.parametrize("switch", [None, "VLLM_PCIE_ALLREDUCE_BACKEND=host"])
 def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
@@ -212,6 +226,16 @@ def test_a_capture_without_a_name(events, switch, transports):  # R-A5 # C05
         pytest.fail("the body ran")
     assert switch in str(caught.value)
     assert events == []
+
+
+def test_a_second_capture_is_refused_before_the_transport_that_is_asked_for():
+    # R-A3
+    ledger = _ledger(names_demanded_by="VLLM_PCIE_ALLREDUCE_BACKEND=host")
+    ledger.watch(alone())
+    with ledger.scope(TARGET):
+        pass
+    with pytest.raises(ValueError, match="a second capture"), ledger.scope(TARGET):
+        pytest.fail("the body ran")
 
 
 def test_where_no_group_asks_for_a_transport_no_capture_is_refused():  # R-A5
@@ -238,11 +262,12 @@ def test_a_name_that_is_taken_inside_another_inner_scope_is_taken(two):  # R-A3
     draft, encoder = _Draft(), _Encoder()
     with ledger.scope(TARGET):
         encoder.capture(draft.capture)
-        draft.capture()
         with pytest.raises(Refused, match=r"draft:production \(by a .*_Draft\)"):
             _Draft().capture()
         with pytest.raises(Refused, match=r"draft:production \(by a .*_Draft\)"):
             encoder.capture(_Draft().capture)
+        draft.capture()
+        encoder.capture(draft.capture)
         encoder.capture()
     with (
         ledger.scope(ChannelId(Owner.TARGET, Phase.PROFILE)),

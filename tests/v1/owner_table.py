@@ -188,7 +188,7 @@ several sizes. Engines, on a GPU; where none ran:
   the same, with a channel that no graph uses. (Gemma4 has graphs that choose tokens,
   captured as it loads, in no scope: they hold no collective.)
 - *f*: vLLM 0.28.0's V2 runner refuses it.
-- *g*: there is an engine, and no receipt of it yet.
+- *g*: there is an engine, and no receipt of its test.
 """
 
 _V1_UNCAPTURED = {"n-gram", "n-gram on the GPU", "suffix", "Medusa", "custom class"}
@@ -333,8 +333,12 @@ is refused alone, and then misses their votes. A name is free again once a rollb
 freed its channel. An owner that captures anew while its first graphs live says so with
 `ChannelId(owner, phase, generation=2)`. Inner owners come again and again within one
 outer scope, once a batch size; there the object that captures is told from another's.
-Blocks of `with owner_scope(...)` without `by` are told from objects, and not from each
-other; vLLM has none. Where there is no transport, nothing is refused.
+Where there is no transport, nothing is refused.
+
+What only code can keep to, and a fork's or a plugin's must: an owner that opens no
+scope inside another's is not seen. It records on the outer owner's channel, as a
+proposer does that replaces `dummy_run` without the decorator (tests walk vLLM's own).
+Blocks of `with owner_scope(...)` with the same `by`, or without any, are one claimant.
 
 ## Captures on the CPU
 
@@ -357,8 +361,9 @@ by tokens.
 
 Where one ran, the receipt says on what, and of which sources (`tree`). What that of
 2026-12-03 says was left is the MPS server's own memory, as was seen after the run.
-"V1, compiled FULL_AND_PIECEWISE", which measures memory and so runs by itself, passed
-there on that day as well; the machine was lost, and the receipt with it.
+"V1, compiled FULL_AND_PIECEWISE" measures memory, and failed in an earlier receipt of
+that day because others ran beside it. It has a file of its own since, and passed by
+itself, in a run whose machine was lost before it wrote a receipt.
 """
 
 _COMBINATIONS = """

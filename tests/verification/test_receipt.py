@@ -88,6 +88,8 @@ def test_a_claim_needs_every_one_of_its_tests():
     assert claims.verdict(made(), BOTH) is claims.Verdict.SHOWN
     assert claims.verdict(made(), other) is claims.Verdict.FAILED
     assert claims.verdict(made(), missing) is None
+    both = claims.Claim("", (*BOTH.tests, *other.tests))
+    assert claims.verdict(made(), both) is claims.Verdict.FAILED
     assert claims.verdict(made(), skipped) is None
     assert claims.verdict(left, BOTH) is claims.Verdict.LEFT
     assert claims.verdict(made(leaks=[Leak("tests/b.py", [], [9])]), BOTH) == ""
@@ -110,15 +112,15 @@ def test_the_page_says_where_each_claim_was_shown_last():
     older = made(started="2026-11-01T10:00:00+00:00")
     page = claims.page({"old.json": older, "new.json": made()}, (BOTH,))
     shown = "[2026-12-02](new.json), 1 × NVIDIA H200"
-    assert f"| sums | {shown} | not run | not run |" in page
+    assert f"| sums | {shown} | no receipt | no receipt |" in page
     page = claims.page({"rtx.json": made((RTX, RTX))}, (BOTH,))
     shown = "[2026-12-02](rtx.json), 2 × NVIDIA RTX PRO 6000"
-    assert f"| sums | not run | {shown} | {shown} |" in page
+    assert f"| sums | no receipt | {shown} | {shown} |" in page
     page = claims.page({"both.json": made((H200, RTX))}, (BOTH,))
-    assert page.rstrip().endswith("| not run |")  # ranks may have been on the H200
+    assert page.rstrip().endswith("| no receipt |")  # ranks may have been on the H200
     shared = replace(made(), machine=Machine([H200], {}, mps=True))
     page = claims.page({"new.json": shared}, (BOTH,))
-    assert "1 × NVIDIA H200 with MPS | not run |" in page
+    assert "1 × NVIDIA H200 with MPS | no receipt |" in page
 
 
 def test_each_claim_names_tests_that_exist():

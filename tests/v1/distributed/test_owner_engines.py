@@ -48,12 +48,12 @@ def _answer(table=None, *, mode="FULL_DECODE_ONLY", **changes):
     return Answer(made=None, decoded=decoded, log=[], report=None, **made)
 
 
-def _see(mode="FULL_DECODE_ONLY", **changes):
+def _see(mode="FULL_DECODE_ONLY", owners=("target",), **changes):
     """Both engines alike, but for what NCCL never has."""
     first = {"table": RIGHT} | changes
     b12x = [_answer(mode=mode, **first), _answer(mode=mode, **first | {"table": None})]
     nccl = [_answer(mode=mode, **changes | ON_NCCL)] * 2
-    see_the_same(b12x, nccl, ["target"], mode)
+    see_the_same(b12x, nccl, owners, mode)
 
 
 @pytest.mark.parametrize("mode", ["FULL_DECODE_ONLY", "PIECEWISE"])
@@ -82,6 +82,21 @@ def test_a_right_engine_passes(mode):
 def test_a_wrong_engine_does_not(changes):  # R-F1
     with pytest.raises(AssertionError):
         _see(**changes)
+
+
+@pytest.mark.parametrize("steps", [STEPS, 1])
+def test_the_graphs_of_each_owner_replay_in_nearly_all_steps(steps):  # R-F1
+    drafted = {
+        "owners": ("target", "draft"),
+        "table": f"{RIGHT}  {DRAFT}  draft\n",
+        "recorded": {"b12x": {TARGET: 35, DRAFT: 5}},
+        "replayed": {TARGET: STEPS, DRAFT: steps},
+    }
+    if steps == STEPS:
+        _see(**drafted)
+        return
+    with pytest.raises(AssertionError):
+        _see(**drafted)
 
 
 def test_pieces_that_are_whole_graphs_do_not():
@@ -145,14 +160,15 @@ def test_a_draft_that_changes_tokens_or_does_nothing_does_not(plain, changes):
 def test_an_engine_has_to_be_what_its_row_is_called():
     row = ROWS["V2, DFlash2, FULL_DECODE_ONLY"]
     runner = "vllm.v1.worker.gpu.model_runner"
-    see_made(row, [_answer()._replace(made=Made(runner, "DFlash2Speculator"))])
+    right = _answer()._replace(made=Made(runner, "DFlash2Speculator"))
+    see_made(row, [right, right])
     for wrong in (
         Made(runner, "DFlashSpeculator"),
         Made(runner, None),
         Made("vllm.v1.worker.gpu_model_runner", "DFlash2Speculator"),
     ):
         with pytest.raises(AssertionError):
-            see_made(row, [_answer()._replace(made=wrong)])
+            see_made(row, [right, right._replace(made=wrong)])
 
 
 def test_proposals_are_what_they_were():

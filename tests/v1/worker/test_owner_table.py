@@ -67,7 +67,7 @@ def test_the_last_receipt_of_a_rows_own_test_counts(tmp_path, monkeypatch):
         ("02", [(f"{own}[{name}]", "failed"), (f"{own}[{other}]", "passed")]),
         ("03", [(f"{own}[{name}]", "passed"), (f"{own}[{other}]", "hung")]),
         ("04", [(f"tests/test_elsewhere.py::test_it[{moved}]", "failed")]),
-        ("05", [(f"{own}[{name}]", "not run")]),
+        ("05", [(f"{own}[{name}]", "not run"), (f"{own}[{other}]", "skipped")]),
     ):
         made = Receipt(
             f"2026-12-{day}T10:00:00+00:00",

@@ -324,10 +324,11 @@ class Ledger:
         self._taken.take(channel_id, members, claimant)
 
     def _refuse_on_all_ranks(self, reason: str | None) -> None:
-        if reason is not None:
-            for group in self._groups:
-                group.agree("capture", self._until(), error=reason)
-            raise ValueError(reason)
+        if reason is None:
+            return
+        if self._groups:  # of the first, that is: whom it refuses votes in no other
+            self._groups[0].agree("capture", self._until(), error=reason)
+        raise ValueError(reason)
 
     def _admit_group(
         self, group: Group, channel_id: ChannelId, members: ExitStack
