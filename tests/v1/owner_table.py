@@ -170,13 +170,15 @@ NO_DRAFT = "no draft"
 FAILED = "**failed**"
 
 # What a cell says where no engine ran.
-SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED, WAITING = (
-    f"not run, *{letter}*" for letter in "abcdefg"
+SAME, WANTING, SILENT, UNCAPTURED, EAGER, REFUSED = (
+    f"not run, *{letter}*" for letter in "abcdef"
 )
+UNRECEIPTED = "no receipt"
 
 _REASONS = """\
 Recorders, on the CPU: whether the test above walks the class, in every mode and over
-several sizes. Engines, on a GPU; where none ran:
+several sizes. Engines: **GPU** where a receipt says so, "no receipt" where none does of
+an engine there is, and else why there is none:
 
 - *a*: the same methods open the same scopes in every mode, which only tells the sizes
   and the pieces that are captured in them; there is an engine in another mode.
@@ -188,7 +190,6 @@ several sizes. Engines, on a GPU; where none ran:
   the same, with a channel that no graph uses. (Gemma4 has graphs that choose tokens,
   captured as it loads, in no scope: they hold no collective.)
 - *f*: vLLM 0.28.0's V2 runner refuses it.
-- *g*: there is an engine, and no receipt of its test.
 """
 
 _V1_UNCAPTURED = {"n-gram", "n-gram on the GPU", "suffix", "Medusa", "custom class"}
@@ -202,7 +203,7 @@ def cell(runner: str, speculator: str, mode: str) -> str:
     if name in ran():
         return FAILED if ran()[name].startswith(FAILED) else "**GPU**"
     if name in ROWS:
-        return WAITING
+        return UNRECEIPTED
     if runner == "V2":
         return _v2_reason(speculator, mode)
     if speculator in _V1_UNCAPTURED:
@@ -359,11 +360,11 @@ for the encoder, test_b12x_encoder.py). That owners are apart is shown by what w
 recorded on each channel, and by replays at once in test_b12x_fused_all_reduce.py, not
 by tokens.
 
-Where one ran, the receipt says on what, and of which sources (`tree`). What that of
-2026-12-03 says was left is the MPS server's own memory, as was seen after the run.
-"V1, compiled FULL_AND_PIECEWISE" measures memory, and failed in an earlier receipt of
-that day because others ran beside it. It has a file of its own since, and passed by
-itself, in a run whose machine was lost before it wrote a receipt.
+Where one ran, the receipt says on what, and of which sources (`tree`). What
+2026-12-03-h200-owners.json says was left is the MPS server's own memory, as was seen
+after the run. "V1, compiled FULL_AND_PIECEWISE" measures memory, and failed in the
+receipt before, of that day too, because others ran beside it. It has a file of its own
+since, and passed by itself, in a run whose machine was lost before it wrote a receipt.
 """
 
 _COMBINATIONS = """
@@ -392,7 +393,7 @@ _LEFT = """
 def engines() -> Iterator[Sequence[str]]:
     """Of each whole engine: its name, its owners, where it ran, and its test."""
     for name, owners, test in _driven():
-        where = ran().get(name, "not run")
+        where = ran().get(name, UNRECEIPTED)
         yield name, ", ".join(sorted(owners)), where, f"`{test}`"
 
 

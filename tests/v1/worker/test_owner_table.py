@@ -98,7 +98,7 @@ def test_every_engine_without_an_encoder_has_its_cell():
 
 
 def test_where_another_mode_is_the_reason_there_is_an_engine():
-    engines = {"**GPU**", owner_table.FAILED, owner_table.WAITING}
+    engines = {"**GPU**", owner_table.FAILED, owner_table.UNRECEIPTED}
     for runner, name, _, *ran in owner_table.combinations():
         assert owner_table.SAME not in ran or engines & set(ran), (runner, name)
 
